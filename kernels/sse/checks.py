@@ -1,0 +1,170 @@
+"""Checked, uniform inputs: every backend receives one `Inputs`, so that all of them see the same shapes and refuse the same mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Gate = Literal["both", "write", "read", "none"]
+GATES = ("both", "write", "read", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Inputs of one call. Routed tensors carry a route dimension: 1 where the projection is shared by the routes, R otherwise.
+
+    Shapes: q1, k1 [T,H,K] or None (no shared partition); g1 [T,H,K] (GLA) or [T,H] (gated delta rule); b1 [T,H] or None;
+    q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V]; weight [T,R]; index [T,R] int64;
+    cu_seqlens [S+1] on the device of v; initial_state [S,1+N,H,K,V]; longest: the longest sequence's length where it is
+    known without asking a device, else T.
+    """
+
+    q1: Tensor | None
+    k1: Tensor | None
+    g1: Tensor | None
+    b1: Tensor | None
+    q2: Tensor
+    k2: Tensor
+    g2: Tensor
+    b2: Tensor | None
+    v: Tensor
+    v2: Tensor
+    weight: Tensor
+    index: Tensor
+    cu_seqlens: Tensor
+    initial_state: Tensor
+    num_partitions: int
+    scale: float
+    gate: Gate
+    chunk_size: int
+    is_gdn: bool
+    longest: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the arithmetic runs in: float64 for float64 inputs, fp32 for everything else."""
+        return torch.float64 if self.v.dtype == torch.float64 else torch.float32
+
+
+def check_inputs(
+    q1: Tensor | None,
+    k1: Tensor | None,
+    g1: Tensor | None,
+    b1: Tensor | None,
+    q2: Tensor,
+    k2: Tensor,
+    g2: Tensor,
+    b2: Tensor | None,
+    v: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    *,
+    v2: Tensor | None,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    num_partitions: int,
+    scale: float | None,
+    gate: Gate,
+    chunk_size: int,
+    is_gdn: bool,
+) -> Inputs:
+    """Shapes and options are checked always; values (cu_seqlens, index) only where they lie on the CPU, so a GPU never waits.
+
+    Raises:
+        ValueError: names the argument, what was given and what is allowed.
+    """
+    if gate not in GATES:
+        raise ValueError(f"gate={gate!r}, but it must be one of {', '.join(GATES)}")
+    if num_partitions < 1:
+        raise ValueError(f"num_partitions={num_partitions}, but at least one routed partition is needed")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}, but it must be at least 1")
+    if v.ndim != 3 or not v.is_floating_point():
+        raise ValueError(f"v must be a floating-point [T, H, V], got {v.dtype} of shape {tuple(v.shape)}")
+    tokens, heads, value_dim = v.shape
+    if index.ndim != 2 or index.shape[0] != tokens or not 1 <= index.shape[1] <= num_partitions or index.dtype != torch.int64:
+        raise ValueError(
+            f"index must be int64 [T, R] with T={tokens} and 1 <= R <= {num_partitions}, got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    routes = index.shape[1]
+    _expect("weight", weight, (tokens, routes))
+    if q2.ndim not in (3, 4):
+        raise ValueError(f"q2 must be [T, H, K] or [T, R, H, K], got shape {tuple(q2.shape)}")
+    key_dim = q2.shape[-1]
+    keys, scalars = (heads, key_dim), (heads,)
+    shared = {"q1": (q1, keys), "k1": (k1, keys), "g1": (g1, scalars if is_gdn else keys)}
+    routed = {"q2": (q2, keys), "k2": (k2, keys), "g2": (g2, scalars if is_gdn else keys)}
+    if is_gdn:
+        shared["b1"], routed["b2"] = (b1, scalars), (b2, scalars)
+    given = [name for name, (a, _) in shared.items() if a is not None]
+    if given and len(given) < len(shared):
+        raise ValueError(f"without a shared partition {', '.join(shared)} are all None; only {', '.join(given)} was given")
+    for name, (a, tail) in shared.items():
+        if a is not None:
+            _expect(name, a, (tokens, *tail))
+    with_route = {name: _with_route(name, a, tokens, routes, tail) for name, (a, tail) in routed.items()}
+    lengths_ok, longest = _check_cu_seqlens(cu_seqlens, tokens)
+    if v.device.type == "cpu":
+        _check_index_values(index, num_partitions)
+    sequences = lengths_ok
+    state_shape = (sequences, 1 + num_partitions, heads, key_dim, value_dim)
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    if initial_state is None:
+        initial_state = torch.zeros(state_shape, dtype=dtype, device=v.device)
+    _expect("initial_state", initial_state, state_shape)
+    _one_device(v, {**{n: a for n, (a, _) in {**shared, **routed}.items()}, "weight": weight, "index": index, "initial_state": initial_state})
+    return Inputs(
+        q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),
+        q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
+        v=v, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
+        weight=weight, index=index, cu_seqlens=cu_seqlens.to(v.device, non_blocking=True), initial_state=initial_state,
+        num_partitions=num_partitions, scale=key_dim**-0.5 if scale is None else float(scale),
+        gate=gate, chunk_size=chunk_size, is_gdn=is_gdn, longest=longest,
+    )  # fmt: skip
+
+
+def _expect(name: str, a: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(a.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(a.shape)}")
+
+
+def _with_route(name: str, a: Tensor | None, tokens: int, routes: int, tail: tuple[int, ...]) -> Tensor:
+    if a is None:
+        raise ValueError(f"{name} is None, but the routed partitions need it")
+    if tuple(a.shape) == (tokens, *tail):
+        return a[:, None]
+    _expect(f"{name} (a projection a route)", a, (tokens, routes, *tail))
+    return a
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> tuple[int, int]:
+    """Returns (number of sequences, longest length), the latter only bounded where the tensor lies on a device."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers [S+1], got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}")
+    sequences = cu_seqlens.shape[0] - 1
+    if cu_seqlens.device.type != "cpu":
+        return sequences, tokens
+    bounds = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} without falling, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}")
+    return sequences, max(lengths, default=0)
+
+
+def _check_index_values(index: Tensor, partitions: int) -> None:
+    if index.numel() == 0:
+        return
+    low, high = (int(x) for x in torch.aminmax(index))
+    if low < 0 or high >= partitions:
+        raise ValueError(f"index must lie in [0, {partitions}), got values from {low} to {high}")
+    if index.shape[1] > 1 and bool((index.sort(1).values.diff(dim=1) == 0).any()):
+        raise ValueError("index names one partition twice for a token; the R partitions of a token must differ")
+
+
+def _one_device(v: Tensor, tensors: dict[str, Tensor | None]) -> None:
+    for name, a in tensors.items():
+        if a is not None and a.device != v.device:
+            raise ValueError(f"{name} is on {a.device}, but v is on {v.device}")

@@ -1,0 +1,119 @@
+"""Checks that concern more than one section of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.config.suites import SUITES
+from posttrain.config.trl import nearest
+
+if TYPE_CHECKING:
+    from posttrain.config.recipe import Recipe
+
+ORDER = ("sft", "grpo", "eval", "report")
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """Return what is wrong, one sentence each, `section.key: ...` first."""
+    found = _stages(recipe) + _decontaminate(recipe)
+    if "sft" in recipe.stages:
+        found += _sft(recipe)
+    if "grpo" in recipe.stages:
+        found += _grpo(recipe)
+    if "eval" in recipe.stages:
+        found += _eval(recipe)
+    return found
+
+
+def context_length(recipe: Recipe) -> int | None:
+    """Positions that the model takes, where the recipe says so."""
+    given = (recipe.model.init or {}).get("max_position_embeddings")
+    return given if isinstance(given, int) else None
+
+
+def _stages(recipe: Recipe) -> list[str]:
+    ordered = [stage for stage in ORDER if stage in recipe.stages]
+    if recipe.stages != ordered:
+        return [f"stages: got {', '.join(recipe.stages)}; each stage once, in the order {', '.join(ordered)}"]
+    return []
+
+
+def _decontaminate(recipe: Recipe) -> list[str]:
+    return [
+        f"data.decontaminate: {name!r} is neither a suite of this recipe, nor a known one, nor a JSONL file{nearest(name, list(SUITES))}"
+        for name in recipe.data.decontaminate
+        if name not in SUITES and name not in recipe.eval.suites and not _looks_like_file(name)
+    ]
+
+
+def _looks_like_file(name: str) -> bool:
+    return name.endswith((".jsonl", ".jsonl.gz", ".json")) or Path(name).is_file()
+
+
+def _sft(recipe: Recipe) -> list[str]:
+    found = []
+    data, context = recipe.data, context_length(recipe)
+    if data.train is None:
+        found.append("data.train: the stage sft needs training data with solutions")
+    elif data.train.columns.solution is None:
+        found.append("data.train.columns.solution: the stage sft needs a column with solutions")
+    if context is not None and data.max_length > context:
+        found.append(f"data.max_length: {data.max_length} tokens a row, but the model takes {context} (max_position_embeddings)")
+    return found
+
+
+def _grpo(recipe: Recipe) -> list[str]:
+    found = []
+    value = lambda name: recipe.argument("grpo", name)  # noqa: E731
+    if recipe.data.prompts is None and recipe.data.train is None:
+        found.append("data.prompts: the stage grpo needs prompts (or data.train)")
+    generations = value("num_generations")
+    micro = value("per_device_train_batch_size") * recipe.ray.num_workers
+    if value("generation_batch_size") is not None and value("steps_per_generation") is not None:
+        found.append("grpo.generation_batch_size: cannot be given together with grpo.steps_per_generation")
+        return found
+    if generations is None:
+        found.append("grpo.num_generations: must be a number, at least 2")
+        return found
+    batch = value("generation_batch_size")
+    if batch is None:
+        batch = micro * (value("steps_per_generation") or value("gradient_accumulation_steps"))
+        source = "per_device_train_batch_size x ray.num_workers x steps_per_generation"
+    else:
+        source = "generation_batch_size"
+        if batch % micro:
+            found.append(f"grpo.generation_batch_size: {batch} is not a multiple of {micro} (per_device_train_batch_size x workers)")
+    if batch % generations:
+        found.append(f"grpo.num_generations: {generations} does not divide the {batch} completions of a batch ({source})")
+    completion = value("max_completion_length")
+    if completion is None:
+        found.append("grpo.max_completion_length: must be a number of tokens")
+    else:
+        found += _fits(recipe, "grpo.max_completion_length", completion)
+    if value("loss_type") == "luspo" and value("importance_sampling_level") != "sequence":
+        found.append("grpo.importance_sampling_level: the loss luspo needs sequence")
+    if value("loss_type") == "vespo" and value("importance_sampling_level") != "token":
+        found.append("grpo.importance_sampling_level: the loss vespo needs token")
+    return found
+
+
+def _eval(recipe: Recipe) -> list[str]:
+    if not recipe.eval.suites:
+        return ["eval.suites: the stage eval needs at least one suite"]
+    found = []
+    for name, suite in recipe.eval.suites.items():
+        assert suite.max_tokens is not None, "resolved by EvalConfig"
+        found += _fits(recipe, f"eval.suites.{name}.max_tokens", suite.max_tokens)
+    return found
+
+
+def _fits(recipe: Recipe, key: str, completion: int) -> list[str]:
+    """A prompt and a completion must fit into the context, the model's and the generator's."""
+    needed = recipe.data.max_prompt_length + completion
+    limits = {"rollout.max_length": recipe.rollout.max_length, "the model's max_position_embeddings": context_length(recipe)}
+    return [
+        f"{key}: {completion} tokens and data.max_prompt_length {recipe.data.max_prompt_length} make {needed}, above {name} {limit}"
+        for name, limit in limits.items()
+        if limit is not None and needed > limit
+    ]

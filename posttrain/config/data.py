@@ -1,0 +1,189 @@
+"""Sections of a recipe that say what the model is and what it reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.base import Section
+
+ARITHMETIC = "arithmetic"
+
+
+class ModelConfig(Section):
+    """The model that the first stage starts from: a checkpoint (`path`) or a new one (`init`)."""
+
+    path: str | None = None
+    """Folder or hub id of a Hugging Face checkpoint."""
+
+    init: dict[str, Any] | None = None
+    """Fields of `SSEHConfig` for a model with random weights, drawn from the recipe's seed."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of a tokenizer, or "arithmetic" for the built-in one; by default the checkpoint's own."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which the weights are loaded and trained (`trainer.bf16: true` adds autocast on float32 weights)."""
+
+    trust_remote_code: bool = False
+    """Run Python code that the checkpoint or tokenizer brings along. Only for repositories that you have read."""
+
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if self.path is not None and self.init is not None:
+            raise ValueError("both `path` and `init` are given; a model starts from a checkpoint or from new weights, not both")
+        if self.path is None and self.init is None:
+            raise ValueError("neither `path` (a checkpoint) nor `init` (fields of a new model) is given")
+        if self.init is not None and self.tokenizer is None:
+            raise ValueError("a new model (`init`) needs `tokenizer`: a folder, a hub id, or arithmetic")
+        return self
+
+
+class ArithmeticConfig(Section):
+    """Difficulty of the procedural arithmetic problems. Training and evaluation problems never coincide."""
+
+    size: Annotated[int, Field(ge=1)] = 2000
+    """Number of problems."""
+
+    min_operations: Annotated[int, Field(ge=1)] = 1
+    """Fewest operations in a problem."""
+
+    max_operations: Annotated[int, Field(ge=1)] = 3
+    """Most operations in a problem."""
+
+    max_operand: Annotated[int, Field(ge=2)] = 20
+    """Largest number that is added or subtracted."""
+
+    max_multiplier: Annotated[int, Field(ge=2)] = 9
+    """Largest factor of a multiplication."""
+
+    word_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of word problems."""
+
+    bracket_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of the other problems that carry brackets."""
+
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Seed of the problems; by default the recipe's."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ArithmeticConfig:
+        if self.min_operations > self.max_operations:
+            raise ValueError(f"min_operations {self.min_operations} is above max_operations {self.max_operations}")
+        return self
+
+
+class ColumnMap(Section):
+    """Which columns of the file hold what."""
+
+    problem: str = "problem"
+    """The problem's text."""
+
+    answer: str = "answer"
+    """The gold answer."""
+
+    solution: str | None = "solution"
+    """The reasoning trace to imitate; SFT needs it, GRPO and evaluation don't."""
+
+    id: str | None = "id"
+    """A row's name; rows without one are numbered."""
+
+
+class FilterConfig(Section):
+    """Which rows stay."""
+
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Fewest tokens of the solution."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of the solution."""
+
+    verified: bool = False
+    """Keep only rows whose solution reaches the gold answer, by math-verify."""
+
+    correct_column: str | None = None
+    """Keep only rows where this column is true (data sets that bring their own verdict)."""
+
+
+class DataSource(Section):
+    """One set of problems: a JSONL file (plain or .gz), a `datasets` hub id, or the procedural generator."""
+
+    kind: Literal["jsonl", "hub", "arithmetic"] = "jsonl"
+    """Where the rows come from."""
+
+    path: str | None = None
+    """File (jsonl) or data set id (hub)."""
+
+    name: str | None = None
+    """Configuration of a hub data set."""
+
+    revision: str | None = None
+    """Commit or tag of a hub data set."""
+
+    split: str = "train"
+    """Split of a hub data set; for arithmetic, train or test."""
+
+    columns: ColumnMap = Field(default_factory=ColumnMap)
+    """Names of the columns."""
+
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Read this many rows at most."""
+
+    filters: FilterConfig = Field(default_factory=FilterConfig)
+    """Which rows stay."""
+
+    arithmetic: ArithmeticConfig | None = None
+    """Difficulty, where kind is arithmetic."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_from_content(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "kind" not in given and given.get("arithmetic") is not None and "path" not in given:
+            return {**given, "kind": "arithmetic"}
+        return given
+
+    @model_validator(mode="after")
+    def _complete(self) -> DataSource:
+        if self.kind == ARITHMETIC:
+            if self.path is not None:
+                raise ValueError("kind: arithmetic makes its rows itself, and takes no `path`")
+            if self.arithmetic is None:
+                self.arithmetic = ArithmeticConfig()
+        else:
+            if self.path is None:
+                raise ValueError(f"kind: {self.kind} needs `path` ({'a file' if self.kind == 'jsonl' else 'a data set id'})")
+            if self.arithmetic is not None:
+                raise ValueError(f"`arithmetic` goes with kind: arithmetic, but kind is {self.kind}")
+        return self
+
+
+class DataConfig(Section):
+    """Training data and how a row becomes token ids."""
+
+    train: DataSource | None = None
+    """Problems with solutions, for SFT."""
+
+    prompts: DataSource | None = None
+    """Problems for GRPO; by default those of `train`."""
+
+    decontaminate: list[str] = Field(default_factory=list)
+    """Evaluation suites (by name) or JSONL files: training rows that share their 13-grams are dropped."""
+
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    """Tokens of a packed training row; a sample longer than this is dropped."""
+
+    max_prompt_length: Annotated[int, Field(ge=1)] = 512
+    """Tokens of a prompt (GRPO and evaluation); longer prompts are errors or dropped, as `long_prompts` says."""
+
+    long_prompts: Literal["error", "drop"] = "error"
+    """What happens to a prompt longer than `max_prompt_length`."""
+
+    system_prompt: str | None = None
+    """System message before each problem."""
+
+    prompt_suffix: str = ""
+    """Text after each problem, such as "Put the final answer in \\boxed{}."."""

@@ -1,0 +1,190 @@
+"""Starting one stage on Ray: SFT as a TorchTrainer of N ranks, the others as one actor each."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.config import Recipe
+from posttrain.errors import PosttrainError
+from posttrain.runtime.session import gpus_per_worker
+
+POLL_SECONDS = 0.2
+
+
+class StageHandle(Protocol):
+    """A running stage, as the driver sees it."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds`; True when the stage has ended."""
+        ...
+
+    def error(self) -> BaseException | None:
+        """What Ray says went wrong, after the end; the board's outcome says it better where the worker could still speak."""
+        ...
+
+    def kill(self) -> None:
+        """End the stage at once."""
+        ...
+
+
+def launch(stage: str, recipe: Recipe, run_path: Path, board: Any) -> StageHandle:
+    """Start `stage` and return its handle."""
+    if stage == "sft":
+        return SftHandle(recipe, run_path, board)
+    return ActorHandle(stage, recipe, run_path, board)
+
+
+def worker_threads(recipe: Recipe) -> int:
+    """Torch threads of a worker: the cores that it holds (Ray's own default would be 1 or all)."""
+    return max(1, int(recipe.ray.cpus_per_worker))
+
+
+class ActorHandle:
+    """A stage in one actor."""
+
+    def __init__(self, stage: str, recipe: Recipe, run_path: Path, board: Any) -> None:
+        import ray
+
+        options: dict[str, Any] = {
+            "num_cpus": recipe.ray.cpus_per_worker,
+            "num_gpus": gpus_per_worker(recipe.ray),
+            # A worker that died starts again, and its stage continues from its last checkpoint.
+            "max_restarts": recipe.ray.max_failures,
+            "max_task_retries": recipe.ray.max_failures,
+        }
+        self._actor = ray.remote(**options)(StageActor).remote()
+        self._result = self._actor.run.remote(stage, recipe.model_dump(mode="json"), str(run_path), board, worker_threads(recipe))
+
+    def wait(self, seconds: float) -> bool:
+        import ray
+
+        ready, _ = ray.wait([self._result], timeout=seconds)
+        return bool(ready)
+
+    def error(self) -> BaseException | None:
+        import ray
+
+        try:
+            ray.get(self._result)
+        except ray.exceptions.RayError as error:
+            return error
+        return None
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class StageActor:
+    """Runs one stage function in a process of its own (as a Ray actor)."""
+
+    def run(self, stage: str, recipe: dict[str, Any], run_path: str, board: Any, threads: int) -> None:
+        from posttrain.runtime.worker import setup
+
+        seed = int(recipe.get("seed", 0))
+        context = setup(stage=stage, run_path=run_path, board=board, threads=threads, seed=seed)
+        with context.outcome():
+            context.report(0, 0, note="loading", force=True)
+            stage_function(stage)(Recipe.model_validate(recipe), Path(run_path), context)
+
+
+def stage_function(stage: str) -> Any:
+    """The function `(recipe, run_path, context)` of a stage; imported only where it runs.
+
+    Raises:
+        PosttrainError: the stage is unknown.
+    """
+    if stage == "sft":
+        from posttrain.sft import train
+
+        return train
+    if stage == "grpo":
+        from posttrain.grpo import train
+
+        return train
+    if stage == "eval":
+        from posttrain.evaluation import evaluate
+
+        return evaluate
+    raise PosttrainError(f"unknown stage {stage!r}; stages are sft, grpo, eval, report")
+
+
+class SftHandle:
+    """SFT under Ray Train. `fit` blocks and would take Ctrl-C for itself, so it runs in a thread of the driver."""
+
+    def __init__(self, recipe: Recipe, run_path: Path, board: Any) -> None:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        gpus = gpus_per_worker(recipe.ray)
+        resources: dict[str, float] = {"CPU": recipe.ray.cpus_per_worker}
+        if gpus:
+            resources["GPU"] = gpus
+        self._trainer = TorchTrainer(
+            sft_worker,
+            train_loop_config={
+                "recipe": recipe.model_dump(mode="json"),
+                "run_path": str(run_path),
+                "board": board,
+                "threads": worker_threads(recipe),
+            },
+            scaling_config=ScalingConfig(
+                num_workers=recipe.ray.num_workers, use_gpu=gpus > 0, resources_per_worker=resources
+            ),
+            # No checkpoint is reported to Ray Train: those in the run folder are the truth, and every start looks there.
+            run_config=RunConfig(
+                name="sft",
+                storage_path=str(run_path / "logs" / "ray_train"),
+                failure_config=FailureConfig(max_failures=recipe.ray.max_failures),
+            ),
+        )
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._fit, name="sft", daemon=True)
+        self._thread.start()
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+        except Exception as error:  # handed to the driver's main thread by error()
+            self._error = error
+
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def kill(self) -> None:
+        """Nothing to do: the workers belong to this driver's job, and end when it disconnects from Ray."""
+
+
+def sft_worker(config: dict[str, Any]) -> None:
+    """What each rank of the SFT stage runs."""
+    import ray.train
+
+    from posttrain.runtime.worker import setup
+
+    ranks = ray.train.get_context()
+    rank, world_size = ranks.get_world_rank(), ranks.get_world_size()
+    recipe = Recipe.model_validate(config["recipe"])
+    if world_size == 1 and recipe.deepspeed is None:
+        # A group of one would be wrapped in DistributedDataParallel, which copies every gradient for nothing.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"):
+            os.environ.pop(name, None)
+    context = setup(
+        stage="sft",
+        run_path=config["run_path"],
+        board=config["board"],
+        threads=config["threads"],
+        seed=recipe.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+    with context.outcome(reraise=True):
+        context.report(0, 0, note="loading", force=True)
+        stage_function("sft")(recipe, Path(config["run_path"]), context)

@@ -1,0 +1,113 @@
+"""A Ray session: a cluster of this machine's own, or a connection to a running one."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RayConfig
+from posttrain.errors import ConfigError
+from posttrain.runtime.progress import ProgressBoard
+from posttrain.runtime.worker import QUIET_ENVIRONMENT
+
+# The store holds only small messages so far; Ray's default is 30% of the memory.
+OBJECT_STORE_MB = 200
+# Set before Ray is imported: it reads them then. Train must not move workers away from the folder that relative paths mean.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # The head asks for a token by default and clients send none: one mode for both.
+    "RAY_AUTH_MODE": "token",
+}
+
+
+@contextmanager
+def ray_session(config: RayConfig) -> Iterator[None]:
+    """Connect to Ray as the recipe says; disconnect, and stop what was started here, at the end.
+
+    A session that is already open (tests, a notebook) is used and left open.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or offers less than the recipe asks for.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "posttrain"}
+    workers_environment = {**QUIET_ENVIRONMENT, **config.env}
+    if address:
+        try:
+            ray.init(address=address, runtime_env={"env_vars": workers_environment}, **common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"ray.address: cannot connect to {address!r}: {error}") from error
+    else:
+        # Workers of a cluster started here inherit this environment, and must find posttrain wherever it lies.
+        os.environ.update(workers_environment)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")]))
+        ray.init(
+            num_cpus=_local_cpus(config),
+            include_dashboard=config.dashboard,
+            object_store_memory=(config.object_store_memory_mb or OBJECT_STORE_MB) * 2**20,
+            **common,
+        )
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        _check_resources(config)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def start_board() -> Any:
+    """Start the ProgressBoard actor and return its handle."""
+    import ray
+
+    return ray.remote(num_cpus=0)(ProgressBoard).remote()
+
+
+def gpus_per_worker(config: RayConfig) -> float:
+    """GPUs that a worker gets: what the recipe says, else one where the cluster has any."""
+    if config.gpus_per_worker is not None:
+        return config.gpus_per_worker
+    import ray
+
+    return 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+
+
+def _local_cpus(config: RayConfig) -> int:
+    """A small machine runs a bigger recipe slowly, rather than waiting for ever for cores that it does not have."""
+    if config.num_cpus is not None:
+        return config.num_cpus
+    return max(os.cpu_count() or 1, round(config.num_workers * config.cpus_per_worker + 0.5))
+
+
+def _package_root() -> str:
+    spec = importlib.util.find_spec("posttrain")
+    assert spec is not None and spec.origin is not None, "this module is part of posttrain"
+    return str(Path(spec.origin).parents[1])
+
+
+def _check_resources(config: RayConfig) -> None:
+    """Ray would wait without a word for resources that never come."""
+    import ray
+
+    offered = ray.cluster_resources()
+    asked = {"CPU": config.num_workers * config.cpus_per_worker, "GPU": config.num_workers * gpus_per_worker(config)}
+    for kind, amount in asked.items():
+        if amount > offered.get(kind, 0):
+            raise ConfigError(
+                f"ray: {config.num_workers} workers ask for {amount:g} {kind}s, and the cluster has {offered.get(kind, 0):g}; "
+                f"lower ray.num_workers, ray.cpus_per_worker or ray.gpus_per_worker, or add machines"
+            )

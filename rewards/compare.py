@@ -1,0 +1,163 @@
+r"""Whether an answer equals the gold, by math-verify with rules around it. Runs in the pool's children, never in the caller.
+
+Rules before math-verify settle what it cannot know (an option letter, two ellipses, a.m. against p.m., written bases); the
+check after it takes back acceptances that come from absolute rounding to six places, where `10^{-7}` equals `2\cdot10^{-7}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Basic, Expr, Rational
+
+from posttrain.rewards.normalise import clean
+
+RELATIVE_TOLERANCE = Rational(1, 10_000)  # math-verify's six decimals are finer than this for every value above 0.01
+
+_LETTER = re.compile(r"[\s\\{(]*(?:(?:text|mathrm|textbf|mathbf)\s*\{)?\s*\(?\s*([A-Z])\s*\)?\s*(?:[}.:)\s\\,].*)?", re.DOTALL)
+_BASED = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\}*")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
+_CODE = re.compile(r"__|\w\s*\(\s*[\"']|\blambda\b|\bimport\b")
+_DOTS = re.compile(r"\\[lc]?dots[bcm]?|\.\.\.|…|\\cdots")
+_NORMALISATION = NormalizationConfig(
+    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
+)
+_ALONE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALISATION), ExprExtractionConfig())
+_TAIL = (LatexExtractionConfig(), ExprExtractionConfig())
+
+
+@dataclass(frozen=True)
+class Gold:
+    text: str
+    parsed: tuple
+
+
+def warm_up() -> None:
+    """Compile the regular expressions and the grammar, so that the first verification is not charged for them."""
+    gold = read_gold(r"\frac{1}{2}")
+    assert gold is not None and matches(gold, "0.5") and not matches(gold, "so it is $3$", tail=True)
+
+
+@lru_cache(maxsize=512)
+def read_gold(text: str) -> Gold | None:
+    """The parsed gold answer, or None where nothing can be read from it: every sample of that problem must be left out.
+
+    A LaTeX gold that math-verify can only keep as a string is readable where its braces are balanced: it may be text.
+    """
+    cleaned = clean(text)
+    if not cleaned:
+        return None
+    parsed = _parse_alone(cleaned)
+    if not parsed or (all(isinstance(value, str) for value in parsed) and not _plausible_text(cleaned)):
+        return None
+    return Gold(cleaned, tuple(parsed))
+
+
+def _plausible_text(text: str) -> bool:
+    return text.count("{") == text.count("}") and any(character.isalnum() for character in text)
+
+
+def _parse_alone(cleaned: str) -> Sequence[Basic | str]:
+    return parse(rf"\boxed{{{cleaned}}}", _ALONE, parsing_timeout=None)  # type: ignore[arg-type]  # None: no SIGALRM
+
+
+def matches(gold: Gold, answer: str, *, tail: bool = False) -> bool:
+    """Whether `answer`, an answer alone or (tail) the end of an output, equals the gold."""
+    if tail:
+        if _single_letter(gold.text):
+            letters = re.findall(r"(?<![A-Za-z])([A-Z])(?![A-Za-z])", answer)
+            return bool(letters) and letters[-1] == _single_letter(gold.text)
+        return _agree(gold, parse(answer, _TAIL, parsing_timeout=None))  # type: ignore[arg-type]
+    if _CODE.search(answer):
+        return False
+    cleaned = clean(answer)
+    if not cleaned:
+        return False
+    if _squeeze(cleaned) == _squeeze(gold.text):
+        return True
+    decided = _by_rule(gold.text, cleaned)
+    if decided is not None:
+        return decided
+    gold, cleaned = _common_form(gold, cleaned)
+    return _agree(gold, _parse_alone(cleaned))
+
+
+def _squeeze(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _by_rule(gold: str, answer: str) -> bool | None:
+    """What can be settled on the texts alone, else None."""
+    letter = _single_letter(gold)
+    if letter:
+        found = _LETTER.fullmatch(answer)
+        return found is not None and found.group(1) == letter
+    if _DOTS.search(gold) or _DOTS.search(answer):
+        forms = [_squeeze(_DOTS.sub("…", text)).replace("$", "") for text in (gold, answer)]
+        return forms[0] == forms[1]
+    halves = [re.search(r"([ap])\.?\s?m\b", text, re.IGNORECASE) for text in (gold, answer)]
+    if halves[0] and halves[1] and halves[0].group(1).lower() != halves[1].group(1).lower():
+        return False
+    based = [_BASED.fullmatch(_squeeze(text)) for text in (gold, answer)]
+    if based[0] and based[1] and gold[0].isdigit():
+        digits = [match.group(1).lower().lstrip("0") for match in based if match]
+        bases = [_BASES.get(match.group(2), match.group(2)) for match in based if match]
+        return digits[0] == digits[1] and str(bases[0]) == str(bases[1])
+    return None
+
+
+def _single_letter(gold: str) -> str | None:
+    r"""The option that a multiple-choice gold names: `C`, `(C)`, `\text{C}`."""
+    found = re.fullmatch(r"(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?\s*\(?([A-J])\)?\.?\s*\}?", gold.strip())
+    return found.group(1) if found else None
+
+
+def _common_form(gold: Gold, answer: str) -> tuple[Gold, str]:
+    r"""Bring two notations of one thing together: `a \pm b` and a list of both; `9 \pmod{11}` and `9`."""
+    if answer.count(r"\pm") == 1 and gold.text.count(r"\pm") == 0 and "," in gold.text:
+        answer = _both_signs(answer)
+    elif gold.text.count(r"\pm") == 1 and answer.count(r"\pm") == 0 and "," in answer:
+        gold = read_gold(_both_signs(gold.text)) or gold
+    modulus = re.compile(r"\\p?mod\s*(?:\{[^{}]*\}|\d+)|\\equiv")
+    if not modulus.search(gold.text):
+        answer = re.sub(r"\s*\(?\\p?mod\s*(?:\{[^{}]*\}|\d+)\)?\s*$", "", answer)
+    return gold, answer
+
+
+def _both_signs(text: str) -> str:
+    return text.replace(r"\pm", "+") + ", " + text.replace(r"\pm", "-")
+
+
+def _agree(gold: Gold, answer: Sequence[Basic | str]) -> bool:
+    if not answer:
+        return False
+    if not verify(list(gold.parsed), list(answer), timeout_seconds=None):
+        return False
+    return not _only_by_rounding(gold.parsed[0], answer[0])
+
+
+def _only_by_rounding(gold: Basic | str, answer: Basic | str) -> bool:
+    """Whether two real numbers that math-verify takes as equal differ by more than the relative tolerance."""
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.free_symbols or answer.free_symbols:
+        return False
+    try:
+        gold, answer = gold.doit(), answer.doit()
+        if gold == answer or gold.is_real is not True or answer.is_real is not True:
+            return False
+        if gold.is_zero or answer.is_zero:
+            return not (gold - answer).equals(0)
+        # exact operands: a difference of doubles, or of evalf's fixed digits, loses what is asked about
+        ratio = (_exact(answer) / _exact(gold)).evalf(20)
+        percent = {ratio * 100, ratio / 100}
+        return all(abs(value - 1) > RELATIVE_TOLERANCE for value in {ratio, *percent})
+    except (TypeError, ValueError, AttributeError):
+        return False  # not numbers after all: math-verify's word stands
+
+
+def _exact(value: Expr) -> Expr:
+    return value.xreplace({number: Rational(str(number)) for number in value.atoms() if number.is_Float})

@@ -1,0 +1,122 @@
+r"""Rewriting of answers into forms that math-verify reads. Text to text, applied to gold and answer alike.
+
+Each rule repairs one thing that math-verify 0.9.0 misreads (a currency sign, `0.\overline{3}`, `i(2-i)`); none evaluates anything.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_UNICODE = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
+    "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
+    "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_WRAPPERS = (r"\boxed", r"\fbox", r"\underline", r"\textbf", r"\mathbf", r"\bm", r"\boldsymbol", r"\mbox")
+_MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)/(\d+))")
+_NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
+
+
+def clean(text: str) -> str:
+    """An answer alone (no sentence around it) in math-verify's dialect."""
+    text = _outer(_plain_unicode(text))
+    text = _unwrap(text)
+    text = _outer(text)
+    text = re.sub(r"\\(?:text)?color\s*\{[a-zA-Z]+\}", "", text)
+    text = _NUMBER_GAP.sub("", text)
+    text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(r"\mathrm{e}", "e").replace(r"\dfrac", r"\frac")
+    text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
+    text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹])\s*$", "", text)
+    text = re.sub(r"(?:\\\\|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
+    return _mathematics(text)
+
+
+def _plain_unicode(text: str) -> str:
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text)
+    text = re.sub(r"√\s*\(?(\d+(?:\.\d+)?|[a-z])\)?", r"\\sqrt{\1}", text)
+    # decimal digits of every script, full-width letters and signs
+    text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else str(int(c)) if c.isdecimal() and c > "9" else c for c in text)
+    for character, replacement in _UNICODE.items():
+        text = text.replace(character, replacement)
+    return text
+
+
+def _outer(text: str) -> str:
+    """Without the delimiters of a formula that spans the whole text."""
+    text = text.strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        inner = text[len(opening) : -len(closing)]
+        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing) and opening not in inner:
+            return inner.strip()
+    return text
+
+
+def _unwrap(text: str) -> str:
+    r"""`\underline{7}` -> `7`, `\textbf{(C)}\ 12` -> `(C) 12`, `{{7}}` -> `7`."""
+    for wrapper in _WRAPPERS:
+        text = re.sub(re.escape(wrapper) + r"\s*\{([^{}]*)\}", r"\1", text)
+    previous = None
+    while previous != text:
+        previous = text
+        match = re.fullmatch(r"\{(.*)\}", text, re.DOTALL)
+        if match and _balanced(match.group(1)) and "," not in match.group(1):
+            text = match.group(1).strip()
+    return text
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for token in re.findall(r"\\[{}\\]|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(token, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _mathematics(text: str) -> str:
+    text = re.sub(r"Eq\((.*),\s*([^,()]+)\)", r"\1=\2", text).replace("**", "^")
+    text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
+    text = re.sub(r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", _scientific, text)
+    text = re.sub(r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", _repeating, text)
+    text = re.sub(r"\\sqrt\[(\d*[13579])\]\{-(\d+)\}", r"-\\sqrt[\1]{\2}", text)  # real roots
+    text = re.sub(r"(?<=\d)i(?![a-zA-Z])", " i", text)
+    text = re.sub(r"(?<![a-zA-Z\\])i\(", r"i \\cdot (", text)
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?", r"\\frac{\1 \\pi}{180}", text)
+    chain = re.fullmatch(r"([^<>=]+)(>|\\geq?\b|\\gt\b)([^<>=]+)(>|\\geq?\b|\\gt\b)([^<>=]+)", text)
+    if chain and "\\" not in chain.group(1) + chain.group(3) + chain.group(5):
+        high, first, middle, second, low = chain.groups()
+        turned = ["<" if sign in (">", r"\gt") else r"\le " for sign in (second, first)]
+        text = low + turned[0] + middle + turned[1] + high
+    return _mixed(text)
+
+
+def _scientific(match: re.Match[str]) -> str:
+    mantissa, exponent = match.group(1), int(match.group(2))
+    power = f"10^{{{exponent}}}"
+    return power if mantissa in ("1", "1.0") else rf"{mantissa}\times {power}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match.group(1) or "0", match.group(2), match.group(3)
+    if len(whole + fixed + period) > 40:
+        return match.group()
+    shift = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _mixed(text: str) -> str:
+    r"""`3\frac{1}{7}` and `3 1/7`, where they are the whole answer, a percent sign or unit apart, are mixed numbers."""
+    match = _MIXED.match(text)
+    if not match or not re.fullmatch(r"\s*(?:\\?%|\\text\{[^{}]*\}|\\mathrm\{[^{}]*\}|[a-z ]*)?\s*", text[match.end() :]):
+        return text
+    sign, whole, *parts = match.groups()
+    numerator, denominator = (int(part) for part in parts if part)
+    if denominator == 0:
+        return text
+    return rf"{sign}\frac{{{int(whole) * denominator + numerator}}}{{{denominator}}}" + text[match.end() :]

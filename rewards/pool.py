@@ -1,0 +1,415 @@
+r"""Verification in processes that can be killed.
+
+math-verify hands a model's text to sympy, which may compute for hours or take all memory (`\boxed{9^{9^{9^9}}}`), and guards
+itself by SIGALRM, which works on the main thread alone and not inside one long C call. Here every verification runs in a child
+process with a wall-clock limit of its own; past it the child is killed and replaced.
+
+        verify([...]) -> task queue -> slot thread -> child (posttrain.rewards.worker)
+                                         one child each, started when first needed, replaced when it dies
+
+Children are started with subprocess (vfork and exec: no CUDA context, no lock, no torch is inherited) by the slot threads,
+because Linux kills a child with PR_SET_PDEATHSIG when the *thread* that started it ends, and those live as long as the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from posttrain.rewards.errors import RewardError
+from posttrain.rewards.extract import MAX_ANSWER, find_answer, gold_text
+from posttrain.rewards.worker import receive_frame, send_frame
+
+_START_LIMIT_S = 120.0  # importing sympy takes about a second; a loaded machine may need many
+_CANONICAL_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
+_GOLD_CACHE = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a verification found.
+
+    Attributes:
+        correct: None where the gold answer itself cannot be read: the sample must be left out, it is neither right nor wrong.
+        reason: match | mismatch | no_answer | too_long | timeout | crash | unreadable_gold.
+        seconds: wall-clock of the verification, without waiting for a free child or for one to start.
+    """
+
+    correct: bool | None
+    reason: str
+    seconds: float = 0.0
+
+
+@dataclass
+class Counters:
+    """Totals since the pool was made. `crashes` counts children that died, out of memory included; `restarts` new children after one was lost."""
+
+    verified: int = 0
+    fast: int = 0
+    timeouts: int = 0
+    crashes: int = 0
+    unreadable_gold: int = 0
+    restarts: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class VerifierPool:
+    """Verifies (gold, output) pairs in `workers` child processes; `verify` may be called from any thread, several at once.
+
+    Args:
+        workers: child processes at most; they start when work needs them.
+        timeout_s: wall-clock limit of one verification.
+        memory_mb: what one verification may take beyond the child's own footprint.
+        unboxed_fallback: whether an output without a box may still hold an answer (see `posttrain.rewards.extract`).
+
+    Use as a context manager or call `close()`; a pool that is dropped, or whose process ends in any way, takes its children along.
+    """
+
+    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 1024, *, unboxed_fallback: bool = True):
+        for name, value, least in (("workers", workers, 1), ("memory_mb", memory_mb, 16)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}, but it must be an integer of at least {least}")
+        if not 0 < timeout_s < float("inf"):
+            raise ValueError(f"timeout_s={timeout_s!r}, but it must be a positive number of seconds")
+        self.workers, self.timeout_s, self.memory_mb = workers, float(timeout_s), memory_mb
+        self.unboxed_fallback = unboxed_fallback
+        self.counters = Counters()
+        self._closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._state = _State(self.workers, self.timeout_s, self.memory_mb, self.counters)
+        self._readable: dict[str, bool] = {}
+        self._finalizer = weakref.finalize(self, _State.shut_down, self._state)
+
+    def verify(self, pairs: Sequence[tuple[object, str]], *, unboxed_fallback: bool | None = None) -> list[Verdict]:
+        """One verdict a pair (gold answer, whole model output), in the order given.
+
+        Raises:
+            RewardError: the pool is closed, or a child cannot be started at all.
+        """
+        if self._closed:
+            raise RewardError("the verifier pool is closed; make a new one")
+        if self._state.pid != os.getpid():
+            self._start()  # this process was forked off the one that owned the threads and children
+        fallback = self.unboxed_fallback if unboxed_fallback is None else unboxed_fallback
+        verdicts: list[Verdict | None] = [None] * len(pairs)
+        tasks = []
+        batch = _Batch(verdicts)
+        for index, (gold, output) in enumerate(pairs):
+            if not isinstance(output, str):
+                raise TypeError(f"pair {index}: the output must be a string, got {type(output).__name__}")
+            decided = self._decide_here(gold, output, fallback)
+            if isinstance(decided, Verdict):
+                verdicts[index] = decided
+            else:
+                tasks.append(_Task(batch, index, *decided))
+        if tasks:
+            self._state.run(batch, tasks)
+            self._remember(tasks, verdicts)
+        return self._count(verdicts, len(tasks))
+
+    def _decide_here(self, gold: object, output: str, fallback: bool) -> Verdict | tuple[str, str | None, bool]:
+        """The verdict where it is certain without sympy, else (gold, answer, answer is a tail) for a child.
+
+        Two integers in canonical decimal form (no sign of plus, no leading zero, no separator) are equal exactly when their
+        strings are: no reading of either as mathematics can say otherwise, and no text that a model could box turns a wrong
+        integer into such a match. Everything else goes to a child.
+        """
+        text = gold_text(gold)
+        if text is None:
+            return Verdict(correct=None, reason="unreadable_gold")
+        answer = find_answer(output, unboxed_fallback=fallback)
+        integer_gold = _CANONICAL_INTEGER.fullmatch(text) is not None
+        readable = integer_gold or self._readable.get(text)
+        if readable is False:
+            return Verdict(correct=None, reason="unreadable_gold")
+        if answer is None:
+            return Verdict(correct=False, reason="no_answer") if readable else (text, None, False)
+        content = " ".join(answer.text.split())
+        if integer_gold and answer.kind != "tail" and _CANONICAL_INTEGER.fullmatch(content):
+            correct = content == text or {content, text} == {"0", "-0"}
+            return Verdict(correct=correct, reason="match" if correct else "mismatch")
+        if len(content) > MAX_ANSWER:
+            return Verdict(correct=False, reason="too_long") if readable else (text, None, False)
+        return text, content if answer.kind != "tail" else answer.text, answer.kind == "tail"
+
+    def _remember(self, tasks: list[_Task], verdicts: list[Verdict | None]) -> None:
+        """Keep which golds could be read, so that an output without an answer needs no child."""
+        if len(self._readable) > _GOLD_CACHE:
+            self._readable.clear()
+        for task in tasks:
+            verdict = verdicts[task.index]
+            if verdict is not None and verdict.reason in ("match", "mismatch", "no_answer", "unreadable_gold"):
+                self._readable[task.gold] = verdict.correct is not None
+
+    def _count(self, verdicts: list[Verdict | None], sent: int) -> list[Verdict]:
+        done = [verdict for verdict in verdicts if verdict is not None]
+        assert len(done) == len(verdicts), "a verification was lost"
+        with self._state.lock:
+            self.counters.verified += len(done)
+            self.counters.fast += len(done) - sent
+            self.counters.unreadable_gold += sum(verdict.correct is None for verdict in done)
+        return done
+
+    def close(self) -> None:
+        """Kill the children and end the threads. A `verify` in progress elsewhere raises RewardError. May be called twice."""
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> VerifierPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self):
+        # sent to another process, the pool arrives with the same settings and children of its own
+        return _rebuild, (self.workers, self.timeout_s, self.memory_mb, self.unboxed_fallback)
+
+
+def _rebuild(workers: int, timeout_s: float, memory_mb: int, unboxed_fallback: bool) -> VerifierPool:
+    return VerifierPool(workers, timeout_s, memory_mb, unboxed_fallback=unboxed_fallback)
+
+
+class _Batch:
+    """One call of `verify`: filled by slot threads, waited for by the caller."""
+
+    def __init__(self, verdicts: list[Verdict | None]):
+        self.verdicts = verdicts
+        self.left = 0
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.changed = threading.Condition()
+
+    def put(self, index: int, verdict: Verdict) -> None:
+        with self.changed:
+            self.verdicts[index] = verdict
+            self.left -= 1
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.error, self.cancelled = error, True
+            self.changed.notify_all()
+
+    def wait(self) -> None:
+        try:
+            with self.changed:
+                while self.left and self.error is None:
+                    self.changed.wait()
+        finally:
+            self.cancelled = True  # after Ctrl-C the rest of the batch is dropped, not verified for nobody
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class _Task:
+    batch: _Batch
+    index: int
+    gold: str
+    answer: str | None
+    tail: bool
+
+
+class _State:
+    """What the slot threads share. They hold no reference to the pool, so that a dropped pool is collected."""
+
+    def __init__(self, workers: int, timeout_s: float, memory_mb: int, counters: Counters):
+        self.limit, self.timeout_s, self.memory_mb, self.counters = workers, timeout_s, memory_mb, counters
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        self.children: set[_Child] = set()
+        self.closing = False
+
+    def run(self, batch: _Batch, tasks: list[_Task]) -> None:
+        batch.left = len(tasks)
+        with self.lock:
+            if self.closing:
+                raise RewardError("the verifier pool is closed; make a new one")
+            for task in tasks:
+                self.tasks.put(task)
+            while len(self.threads) < min(self.limit, self.tasks.qsize()):
+                name = f"verifier-{len(self.threads)}"
+                thread = threading.Thread(target=_serve_slot, args=(self,), name=name, daemon=True)
+                self.threads.append(thread)
+                thread.start()
+        batch.wait()
+
+    def shut_down(self) -> None:
+        if self.pid != os.getpid():
+            return  # a forked copy: threads and children are its parent's
+        with self.lock:
+            self.closing = True
+            children, threads = list(self.children), list(self.threads)
+            for _ in threads:
+                self.tasks.put(None)
+        for child in children:
+            child.kill()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10)
+
+
+def _serve_slot(state: _State) -> None:
+    """Body of a slot thread: take a task, have the slot's child verify it, hand the verdict or the error to the caller."""
+    child: _Child | None = None
+    try:
+        while (task := state.tasks.get()) is not None:
+            if task.batch.cancelled:
+                continue
+            if state.closing:
+                task.batch.fail(RewardError("the verifier pool was closed during a verification"))
+                continue
+            try:
+                child, verdict = _verify_in_child(state, child, task)
+            except BaseException as error:  # handed to the thread that waits for this batch, which raises it
+                child = None
+                task.batch.fail(error)
+            else:
+                task.batch.put(task.index, verdict)
+    finally:
+        if child is not None:
+            child.kill()
+
+
+def _verify_in_child(state: _State, child: _Child | None, task: _Task) -> tuple[_Child | None, Verdict]:
+    """Verify one task, on a fresh child once more where the first died; returns the child that is left, if any.
+
+    A child that hangs or dies before it has read the gold condemns the gold (None); after that, the output (False).
+    """
+    outcome = _Outcome("crash", 0.0)
+    for attempt in range(2):
+        if child is None:
+            child = _Child(state)
+        outcome = child.verify(task)
+        if outcome.kind == "done":
+            if outcome.reply.get("retire"):
+                child.kill()
+                child = None
+            return child, Verdict(correct=outcome.reply["correct"], reason=outcome.reply["reason"], seconds=outcome.seconds)
+        child.kill()
+        child = None
+        if state.closing:
+            raise RewardError("the verifier pool was closed during a verification")
+        with state.lock:
+            state.counters.restarts += 1
+            if outcome.kind == "timeout":
+                state.counters.timeouts += 1
+            else:
+                state.counters.crashes += 1
+        if outcome.kind == "timeout":
+            break
+    if not outcome.gold_read:
+        return None, Verdict(correct=None, reason="unreadable_gold", seconds=outcome.seconds)
+    return None, Verdict(correct=False, reason=outcome.kind, seconds=outcome.seconds)
+
+
+class _Outcome:
+    def __init__(self, kind: str, seconds: float, gold_read: bool = False, reply: dict | None = None):
+        self.kind, self.seconds, self.gold_read, self.reply = kind, seconds, gold_read, reply or {}
+
+
+class _Child:
+    """A running worker process and our end of its socket."""
+
+    def __init__(self, state: _State):
+        self.state = state
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            arguments = ["-m", "posttrain.rewards.worker", str(theirs.fileno()), str(state.memory_mb), str(state.timeout_s)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=_child_environment(),
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
+            )
+        with state.lock:
+            state.children.add(self)
+        self._await_ready()
+
+    def _await_ready(self) -> None:
+        try:
+            reply = receive_frame(self.sock, _deadline(time.monotonic() + _START_LIMIT_S))
+        except OSError as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        if self.state.closing or reply is None or "ready" not in reply:
+            self.kill()
+            if self.state.closing:
+                raise RewardError("the verifier pool was closed during a verification")
+            detail = reply["error"] if reply else f"it ended with exit code {self.process.returncode}"
+            raise RewardError(f"a verifier process could not start (is math-verify installed?): {detail}")
+
+    def verify(self, task: _Task) -> _Outcome:
+        started = time.monotonic()
+        deadline = _deadline(started + self.state.timeout_s)
+        gold_read = False
+        try:
+            deadline(self.sock)
+            send_frame(self.sock, {"gold": task.gold, "answer": task.answer, "tail": task.tail})
+            while True:
+                reply = receive_frame(self.sock, deadline)
+                seconds = time.monotonic() - started
+                if reply is None:
+                    return _Outcome("crash", seconds, gold_read)
+                if "error" in reply:
+                    raise RewardError(f"the verifier failed on gold {task.gold!r}, answer {task.answer!r}:\n{reply['error']}")
+                if "correct" in reply:
+                    return _Outcome("done", seconds, gold_read, reply)
+                gold_read = True
+        except TimeoutError:
+            return _Outcome("timeout", time.monotonic() - started, gold_read)
+        except OSError:  # the child died while we wrote to it
+            return _Outcome("crash", time.monotonic() - started, gold_read)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.sock.close()
+        with self.state.lock:
+            self.state.children.discard(self)
+
+
+def _deadline(at: float):
+    """A function that gives a socket the time left until `at`, or raises TimeoutError where there is none."""
+
+    def apply(sock: socket.socket) -> None:
+        left = at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+
+    return apply
+
+
+def _child_environment() -> dict[str, str]:
+    """The parent's import path, so that a plain checkout and a Ray working_dir work; one thread; no GPU; fixed hash order."""
+    root = str(Path(__file__).absolute().parents[2 if Path(__file__).absolute().parent.parent.name == "posttrain" else 1])
+    paths = dict.fromkeys([root, *(os.path.abspath(entry) for entry in sys.path)])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
