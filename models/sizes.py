@@ -130,11 +130,18 @@ def _check(f: dict[str, Any]) -> None:
         raise ValueError(f"head_dim={f['head_dim']} must be even in a model with attention layers: RoPE rotates pairs")
     if "sliding_attention" in types and (not isinstance(f["sliding_window"], int) or f["sliding_window"] < 1):
         raise ValueError(f"sliding_window={f['sliding_window']!r}, but sliding_attention layers need a window of at least 1 token")
+    for name in ("shared_partition", "use_output_gate", "qk_norm", "tie_word_embeddings"):
+        if not isinstance(f[name], bool):
+            raise ValueError(f"{name}={f[name]!r}, but it must be true or false")
     for name in ("gate_logit_normalizer", "rope_theta", "rms_norm_eps", "initializer_range"):
-        if not f[name] > 0:
-            raise ValueError(f"{name}={f[name]!r}, but it must be above 0")
-    if f["balance_loss_coef"] < 0:
+        if not _is_number(f[name]) or f[name] <= 0:
+            raise ValueError(f"{name}={f[name]!r}, but it must be a number above 0")
+    if not _is_number(f["balance_loss_coef"]) or f["balance_loss_coef"] < 0:
         raise ValueError(f"balance_loss_coef={f['balance_loss_coef']!r}, but it must be 0 (off) or more")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _mixer_parameters(f: dict[str, Any], kind: str) -> int:

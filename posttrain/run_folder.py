@@ -21,6 +21,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import yaml
 
@@ -86,14 +87,14 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _take_lock(self) -> None:
-        lock = open(self.path / ".lock", "a+", encoding="utf-8")
+        lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until close()
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -211,7 +212,7 @@ def _plain(value: Any) -> Any:
     """A number as JSON can hold it; tensors and numpy scalars have `.item()`."""
     if hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 

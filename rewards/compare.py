@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, Expr, Rational
+from sympy import Abs, Basic, Dummy, Expr, I, Pow, Rational
 
 from posttrain.rewards.normalise import clean
 
@@ -40,7 +40,7 @@ class Gold:
 def warm_up() -> None:
     """Compile the regular expressions and the grammar, so that the first verification is not charged for them."""
     gold = read_gold(r"\frac{1}{2}")
-    assert gold is not None and matches(gold, "0.5") and not matches(gold, "so it is $3$", tail=True)
+    assert gold is not None and matches(gold, "0.5") and not matches(gold, "so it is $3$", "tail")
 
 
 @lru_cache(maxsize=512)
@@ -66,15 +66,28 @@ def _parse_alone(cleaned: str) -> Sequence[Basic | str]:
     return parse(rf"\boxed{{{cleaned}}}", _ALONE, parsing_timeout=None)  # type: ignore[arg-type]  # None: no SIGALRM
 
 
-def matches(gold: Gold, answer: str, *, tail: bool = False) -> bool:
-    """Whether `answer`, an answer alone or (tail) the end of an output, equals the gold."""
-    if tail:
-        if _single_letter(gold.text):
-            letters = re.findall(r"(?<![A-Za-z])([A-Z])(?![A-Za-z])", answer)
-            return bool(letters) and letters[-1] == _single_letter(gold.text)
-        return _agree(gold, parse(answer, _TAIL, parsing_timeout=None))  # type: ignore[arg-type]
+def matches(gold: Gold, answer: str, kind: str = "boxed") -> bool:
+    """Whether `answer` equals the gold; `kind` as in `extract.Answer`.
+
+    A marked answer may be wrapped in words ("Answer: 100 dollars"): where it does not match as it stands, math-verify looks
+    for the expression in it.
+    """
     if _CODE.search(answer):
         return False
+    if kind != "tail" and _matches_alone(gold, answer):
+        return True
+    return kind != "boxed" and _matches_within(gold, answer if kind == "tail" else f"Answer: {answer}")
+
+
+def _matches_within(gold: Gold, text: str) -> bool:
+    letter = _single_letter(gold.text)
+    if letter:
+        letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", text)
+        return bool(letters) and letters[-1] == letter
+    return _agree(gold, parse(text, _TAIL, parsing_timeout=None))  # type: ignore[arg-type]
+
+
+def _matches_alone(gold: Gold, answer: str) -> bool:
     cleaned = clean(answer)
     if not cleaned:
         return False
@@ -95,7 +108,7 @@ def _by_rule(gold: str, answer: str) -> bool | None:
     """What can be settled on the texts alone, else None."""
     letter = _single_letter(gold)
     if letter:
-        found = _LETTER.fullmatch(answer)
+        found = _LETTER.fullmatch(answer.upper() if len(answer.strip("(). ")) == 1 else answer)
         return found is not None and found.group(1) == letter
     if _DOTS.search(gold) or _DOTS.search(answer):
         forms = [_squeeze(_DOTS.sub("…", text)).replace("$", "") for text in (gold, answer)]
@@ -136,9 +149,40 @@ def _both_signs(text: str) -> str:
 def _agree(gold: Gold, answer: Sequence[Basic | str]) -> bool:
     if not answer:
         return False
-    if not verify(list(gold.parsed), list(answer), timeout_seconds=None):
+    if _verify(list(gold.parsed), list(answer)):
+        return not _only_by_rounding(gold.parsed[0], answer[0])
+    first, second = gold.parsed[0], answer[0]
+    if not (isinstance(first, Expr) and isinstance(second, Expr)):
         return False
-    return not _only_by_rounding(gold.parsed[0], answer[0])
+    return any(reread(first) != first and _verify(reread(first), reread(second)) for reread in _rereadings(first, second))
+
+
+def _verify(gold, answer) -> bool:
+    """A set and the relation that describes it are one answer: `(-\\infty, 3)` and `x < 3`."""
+    return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _rereadings(gold: Expr, answer: Expr) -> list:
+    """Other readings of the symbols that math-verify leaves open, to be applied to both sides.
+
+    The letter i may be the imaginary unit (math-verify reads `1+2i` as a polynomial), and where both sides have the same
+    symbols under roots, these stand for positive quantities: `\\sqrt{1/n}` is `1/\\sqrt{n}`. Not where an absolute value
+    occurs, or a root of a square, which is one: there the sign is the point.
+    """
+    symbols = gold.free_symbols | answer.free_symbols
+    readings = []
+    if any(str(symbol) == "i" for symbol in symbols):
+        readings.append({symbol: I for symbol in symbols if str(symbol) == "i"})
+    roots = [power for power in gold.atoms(Pow) | answer.atoms(Pow) if power.exp.is_Integer is False]
+    about_signs = gold.has(Abs) or answer.has(Abs) or any(root.doit().has(Abs) or _squared(root) for root in roots)
+    if symbols and roots and not about_signs and {str(s) for s in gold.free_symbols} == {str(s) for s in answer.free_symbols}:
+        readings.append({symbol: Dummy(str(symbol), positive=True) for symbol in symbols})
+    return [lambda value, reading=reading: value.xreplace(reading) for reading in readings]
+
+
+def _squared(root: Pow) -> bool:
+    """Whether a root is taken of an even power of a symbol."""
+    return any(power.exp.is_even and power.base.free_symbols for power in root.base.atoms(Pow))
 
 
 def _only_by_rounding(gold: Basic | str, answer: Basic | str) -> bool:

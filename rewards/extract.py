@@ -5,8 +5,10 @@ Policy, in order:
     A thinking block that never closes holds no answer.
  2. The last `\boxed{...}` with balanced braces. A last box that was cut off is no answer: what stood in an earlier box
     was given up by the model.
- 3. With `unboxed_fallback`: the last `#### 72`, then the last "answer is 72" / "Answer: 72" / "A: 72", then the last
-    characters of the output as a whole, in which math-verify looks for the last expression.
+ 3. With `unboxed_fallback`: "The final answer is 7. I hope it is correct." after the last box (the Minerva prompt's template
+    ends every answer so, and its outputs box steps on the way). Without any box, the last `<answer>7</answer>`, else the last
+    `#### 7`, else the last "answer is 7" / "Answer: 7" / "A: 7", else the end of the output as a whole, in which
+    math-verify looks for the last expression.
 
     >>> find_answer(r"... so \boxed{\frac{1}{2}}.")
     Answer(text='\\frac{1}{2}', kind='boxed')
@@ -23,12 +25,32 @@ MAX_TAIL = 1_000  # characters handed to math-verify's own extraction, whose reg
 MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay below 500
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\w])")
+_WORD = re.compile(r"\s*([^\s$\\,.;]+)")
+_CONNECTIVE = re.compile(
+    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
+)
+_MAX_GAP, _MAX_JOINED = 60, 10
+_BRACE = re.compile(r"\\[{}\\]|[{}]")
+_MARKERS = (  # what follows on the line is the answer; the first kind that occurs decides, and its last occurrence counts
+    re.compile(r"####:?[ \t]*"),
+    re.compile(r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:|答案(?:是|为|：|:))[ \t*:：]*", re.IGNORECASE | re.MULTILINE),
+)
+_MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
+_SENTENCE_END = re.compile(
+    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$", re.DOTALL
+)
+_WORD = re.compile(r"\s*([^\s$\\,.;]+)")
+_CONNECTIVE = re.compile(
+    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
+)
+_MAX_GAP, _MAX_JOINED = 60, 10
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(
     r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:)[ \t*:]*([^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )
+_MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
 _SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\*\*|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not)\s).*$", re.DOTALL)
 
 
@@ -48,12 +70,13 @@ def find_answer(output: str, *, unboxed_fallback: bool = True) -> Answer | None:
     elif "<think>" in text:
         return None
     found, content = last_box(text)
+    if found and unboxed_fallback and (template := _MINERVA.search(text, text.rindex("box"))):
+        return Answer(template.group(1).replace('\\"', "").strip(' "'), "marked")
     if found:
         return None if content is None or not content.strip() else Answer(content, "boxed")
     if not unboxed_fallback:
         return None
-    for pattern in (_HASHES, _PHRASE):
-        marked = _last_marked(pattern, text[-MAX_OUTPUT // 20 :])
+    for marked in (_tagged(text), *(_last_marked(marker, text[-MAX_OUTPUT // 20 :]) for marker in _MARKERS)):
         if marked is not None:
             return Answer(marked, "marked")
     tail = text[-MAX_TAIL:].strip()
@@ -63,49 +86,73 @@ def find_answer(output: str, *, unboxed_fallback: bool = True) -> Answer | None:
 def last_box(text: str) -> tuple[bool, str | None]:
     r"""(a box was opened, content of the last one or None where it never closes).
 
-    Boxes inside a box belong to it: the last *outermost* box counts. `\boxed 7` without braces reads one word.
+    Boxes inside a box belong to it: the last *outermost* box counts. Boxes that only a connective parts (`\boxed{1} and
+    \boxed{-2}`) are one answer, joined by commas: neither alone may pass. `\boxed 7` without braces reads one word.
     """
-    matches = list(_BOX.finditer(text))
-    if not matches:
+    boxes = _outermost_boxes(text)
+    if not boxes:
         return False, None
-    start, content = 0, None
-    for match in matches:
-        if match.start() < start:
-            continue  # inside the box before it
-        end = _closing_brace(text, match.end()) if text[match.end() : match.end() + 1] == "{" else None
-        if text[match.end() : match.end() + 1] != "{":
-            word = re.match(r"\s*([^\s$\\,.;]+)", text[match.end() :])
-            content = word.group(1) if word else None
-            start = match.end()
-        elif end is None:
-            # unbalanced to the end: later boxes inside it may still close, an earlier one is void
-            content, start = None, match.end()
-        else:
-            content, start = text[match.end() + 1 : end], end
+    start, _, content = boxes[-1]
+    if content is None:
+        return True, None
+    joined = [content]
+    for before_start, before_end, before in reversed(boxes[:-1]):
+        gap = text[before_end:start]
+        if before is None or len(gap) > _MAX_GAP or "\n\n" in gap or not _CONNECTIVE.fullmatch(gap):
+            break
+        joined.append(before)
+        start = before_start
+    if 1 < len(joined) <= _MAX_JOINED:
+        content = ", ".join(dict.fromkeys(part.strip() for part in reversed(joined)))
     return True, content
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one at `start`, or None."""
-    depth = 0
+def _outermost_boxes(text: str) -> list[tuple[int, int, str | None]]:
+    """(start, end, content) of every box that is not inside another; content None where it never closes."""
+    boxes: list[tuple[int, int, str | None]] = []
+    end = 0
+    closing: dict[int, int] | None = None
+    for match in _BOX.finditer(text):
+        if match.start() < end:
+            continue  # inside the box before it
+        content: str | None = None
+        brace = end = match.end()
+        if text[brace : brace + 1] != "{":
+            if word := _WORD.match(text, brace):
+                content, end = word.group(1), word.end()
+        else:
+            closing = _brace_pairs(text, brace) if closing is None else closing
+            if brace in closing:
+                content, end = text[brace + 1 : closing[brace]], closing[brace] + 1
+        boxes.append((match.start(), end, content))
+    return boxes
+
+
+def _brace_pairs(text: str, start: int) -> dict[int, int]:
+    """Opening to closing position of every balanced pair from `start` on, in one pass however many boxes stay open."""
+    pairs: dict[int, int] = {}
+    opened: list[int] = []
     for match in _BRACE.finditer(text, start):
-        token = match.group()
-        if token == "{":
-            depth += 1
-        elif token == "}":
-            depth -= 1
-            if depth == 0:
-                return match.start()
-    return None
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            pairs[opened.pop()] = match.start()
+    return pairs
 
 
-def _last_marked(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the last match of `pattern` marks, cut at the end of its sentence."""
-    matches = list(pattern.finditer(text))
+def _tagged(text: str) -> str | None:
+    """What the last `<answer>...</answer>` holds."""
+    start = text.rfind("<answer>")
+    return None if start < 0 else text[start + len("<answer>") :].split("</answer>", 1)[0].strip() or None
+
+
+def _last_marked(marker: re.Pattern[str], text: str) -> str | None:
+    """What follows the last match of `marker` on its line, or on the next where nothing does, cut at the sentence's end."""
+    matches = list(marker.finditer(text))
     if not matches:
         return None
-    content = _SENTENCE_END.sub("", matches[-1].group(1).strip().strip("*").strip()).strip()
-    return content or None
+    line = text[matches[-1].end() :].lstrip().split("\n", 1)[0]
+    return _SENTENCE_END.sub("", line).strip(" \t*\"'") or None
 
 
 def completion_text(completion: object) -> str:

@@ -17,7 +17,7 @@ _UNICODE = {
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _WRAPPERS = (r"\boxed", r"\fbox", r"\underline", r"\textbf", r"\mathbf", r"\bm", r"\boldsymbol", r"\mbox")
 _MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)/(\d+))")
-_NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
+_NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
 
 
 def clean(text: str) -> str:
@@ -31,7 +31,7 @@ def clean(text: str) -> str:
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
     text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
     text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹])\s*$", "", text)
-    text = re.sub(r"(?:\\\\|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
+    text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
     return _mathematics(text)
 
 

@@ -16,21 +16,15 @@ from __future__ import annotations
 import os
 import queue
 import re
-import socket
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from posttrain.rewards.child import CLOSED, Child, Outcome
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.extract import MAX_ANSWER, find_answer, gold_text
-from posttrain.rewards.worker import receive_frame, send_frame
 
-_START_LIMIT_S = 120.0  # importing sympy takes about a second; a loaded machine may need many
 _CANONICAL_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 _GOLD_CACHE = 50_000
 
@@ -121,8 +115,8 @@ class VerifierPool:
             self._remember(tasks, verdicts)
         return self._count(verdicts, len(tasks))
 
-    def _decide_here(self, gold: object, output: str, fallback: bool) -> Verdict | tuple[str, str | None, bool]:
-        """The verdict where it is certain without sympy, else (gold, answer, answer is a tail) for a child.
+    def _decide_here(self, gold: object, output: str, fallback: bool) -> Verdict | tuple[str, str | None, str]:
+        """The verdict where it is certain without sympy, else (gold, answer, kind of answer) for a child.
 
         Two integers in canonical decimal form (no sign of plus, no leading zero, no separator) are equal exactly when their
         strings are: no reading of either as mathematics can say otherwise, and no text that a model could box turns a wrong
@@ -137,14 +131,14 @@ class VerifierPool:
         if readable is False:
             return Verdict(correct=None, reason="unreadable_gold")
         if answer is None:
-            return Verdict(correct=False, reason="no_answer") if readable else (text, None, False)
+            return Verdict(correct=False, reason="no_answer") if readable else (text, None, "boxed")
         content = " ".join(answer.text.split())
         if integer_gold and answer.kind != "tail" and _CANONICAL_INTEGER.fullmatch(content):
             correct = content == text or {content, text} == {"0", "-0"}
             return Verdict(correct=correct, reason="match" if correct else "mismatch")
         if len(content) > MAX_ANSWER:
-            return Verdict(correct=False, reason="too_long") if readable else (text, None, False)
-        return text, content if answer.kind != "tail" else answer.text, answer.kind == "tail"
+            return Verdict(correct=False, reason="too_long") if readable else (text, None, "boxed")
+        return text, answer.text if answer.kind == "tail" else content, answer.kind
 
     def _remember(self, tasks: list[_Task], verdicts: list[Verdict | None]) -> None:
         """Keep which golds could be read, so that an output without an answer needs no child."""
@@ -222,7 +216,7 @@ class _Task:
     index: int
     gold: str
     answer: str | None
-    tail: bool
+    kind: str
 
 
 class _State:
@@ -234,7 +228,7 @@ class _State:
         self.lock = threading.Lock()
         self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
-        self.children: set[_Child] = set()
+        self.children: set[Child] = set()
         self.closing = False
 
     def run(self, batch: _Batch, tasks: list[_Task]) -> None:
@@ -250,6 +244,18 @@ class _State:
                 self.threads.append(thread)
                 thread.start()
         batch.wait()
+
+    def admit(self, child: Child) -> None:
+        with self.lock:
+            self.children.add(child)
+            closing = self.closing
+        if closing:
+            child.kill()
+
+    def dismiss(self, child: Child) -> None:
+        child.close()
+        with self.lock:
+            self.children.discard(child)
 
     def shut_down(self) -> None:
         if self.pid != os.getpid():
@@ -268,13 +274,13 @@ class _State:
 
 def _serve_slot(state: _State) -> None:
     """Body of a slot thread: take a task, have the slot's child verify it, hand the verdict or the error to the caller."""
-    child: _Child | None = None
+    child: Child | None = None
     try:
         while (task := state.tasks.get()) is not None:
             if task.batch.cancelled:
                 continue
             if state.closing:
-                task.batch.fail(RewardError("the verifier pool was closed during a verification"))
+                task.batch.fail(RewardError(CLOSED))
                 continue
             try:
                 child, verdict = _verify_in_child(state, child, task)
@@ -285,28 +291,28 @@ def _serve_slot(state: _State) -> None:
                 task.batch.put(task.index, verdict)
     finally:
         if child is not None:
-            child.kill()
+            state.dismiss(child)
 
 
-def _verify_in_child(state: _State, child: _Child | None, task: _Task) -> tuple[_Child | None, Verdict]:
+def _verify_in_child(state: _State, child: Child | None, task: _Task) -> tuple[Child | None, Verdict]:
     """Verify one task, on a fresh child once more where the first died; returns the child that is left, if any.
 
     A child that hangs or dies before it has read the gold condemns the gold (None); after that, the output (False).
     """
-    outcome = _Outcome("crash", 0.0)
+    outcome = Outcome("crash", 0.0)
     for attempt in range(2):
         if child is None:
-            child = _Child(state)
-        outcome = child.verify(task)
+            child = Child(state.timeout_s, state.memory_mb, state.admit)
+        outcome = child.verify(task.gold, task.answer, task.kind)
         if outcome.kind == "done":
             if outcome.reply.get("retire"):
-                child.kill()
+                state.dismiss(child)
                 child = None
             return child, Verdict(correct=outcome.reply["correct"], reason=outcome.reply["reason"], seconds=outcome.seconds)
-        child.kill()
+        state.dismiss(child)
         child = None
         if state.closing:
-            raise RewardError("the verifier pool was closed during a verification")
+            raise RewardError(CLOSED)
         with state.lock:
             state.counters.restarts += 1
             if outcome.kind == "timeout":
@@ -318,98 +324,3 @@ def _verify_in_child(state: _State, child: _Child | None, task: _Task) -> tuple[
     if not outcome.gold_read:
         return None, Verdict(correct=None, reason="unreadable_gold", seconds=outcome.seconds)
     return None, Verdict(correct=False, reason=outcome.kind, seconds=outcome.seconds)
-
-
-class _Outcome:
-    def __init__(self, kind: str, seconds: float, gold_read: bool = False, reply: dict | None = None):
-        self.kind, self.seconds, self.gold_read, self.reply = kind, seconds, gold_read, reply or {}
-
-
-class _Child:
-    """A running worker process and our end of its socket."""
-
-    def __init__(self, state: _State):
-        self.state = state
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            arguments = ["-m", "posttrain.rewards.worker", str(theirs.fileno()), str(state.memory_mb), str(state.timeout_s)]
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=_child_environment(),
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
-            )
-        with state.lock:
-            state.children.add(self)
-        self._await_ready()
-
-    def _await_ready(self) -> None:
-        try:
-            reply = receive_frame(self.sock, _deadline(time.monotonic() + _START_LIMIT_S))
-        except OSError as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        if self.state.closing or reply is None or "ready" not in reply:
-            self.kill()
-            if self.state.closing:
-                raise RewardError("the verifier pool was closed during a verification")
-            detail = reply["error"] if reply else f"it ended with exit code {self.process.returncode}"
-            raise RewardError(f"a verifier process could not start (is math-verify installed?): {detail}")
-
-    def verify(self, task: _Task) -> _Outcome:
-        started = time.monotonic()
-        deadline = _deadline(started + self.state.timeout_s)
-        gold_read = False
-        try:
-            deadline(self.sock)
-            send_frame(self.sock, {"gold": task.gold, "answer": task.answer, "tail": task.tail})
-            while True:
-                reply = receive_frame(self.sock, deadline)
-                seconds = time.monotonic() - started
-                if reply is None:
-                    return _Outcome("crash", seconds, gold_read)
-                if "error" in reply:
-                    raise RewardError(f"the verifier failed on gold {task.gold!r}, answer {task.answer!r}:\n{reply['error']}")
-                if "correct" in reply:
-                    return _Outcome("done", seconds, gold_read, reply)
-                gold_read = True
-        except TimeoutError:
-            return _Outcome("timeout", time.monotonic() - started, gold_read)
-        except OSError:  # the child died while we wrote to it
-            return _Outcome("crash", time.monotonic() - started, gold_read)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.sock.close()
-        with self.state.lock:
-            self.state.children.discard(self)
-
-
-def _deadline(at: float):
-    """A function that gives a socket the time left until `at`, or raises TimeoutError where there is none."""
-
-    def apply(sock: socket.socket) -> None:
-        left = at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-
-    return apply
-
-
-def _child_environment() -> dict[str, str]:
-    """The parent's import path, so that a plain checkout and a Ray working_dir work; one thread; no GPU; fixed hash order."""
-    root = str(Path(__file__).absolute().parents[2 if Path(__file__).absolute().parent.parent.name == "posttrain" else 1])
-    paths = dict.fromkeys([root, *(os.path.abspath(entry) for entry in sys.path)])
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }

@@ -39,7 +39,7 @@ def read_cases(path: Path) -> list[dict]:
 
 
 def output_of(case: dict) -> str:
-    return rf"\boxed{{{case['output']}}}" if case.get("scope") == "pair" else case["output"]
+    return rf"\boxed{{ {case['output']} }}" if case.get("scope") == "pair" else case["output"]
 
 
 def tally(cases: list[dict], verdicts: list[Verdict], timeout_s: float) -> dict[str, dict[str, int]]:

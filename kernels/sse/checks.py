@@ -17,7 +17,7 @@ class Inputs:
     """Inputs of one call. Routed tensors carry a route dimension: 1 where the projection is shared by the routes, R otherwise.
 
     Shapes: q1, k1 [T,H,K] or None (no shared partition); g1 [T,H,K] (GLA) or [T,H] (gated delta rule); b1 [T,H] or None;
-    q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V]; weight [T,R]; index [T,R] int64;
+    q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V], which is v where same_values; weight [T,R]; index [T,R] int64;
     cu_seqlens [S+1] on the device of v; initial_state [S,1+N,H,K,V]; longest: the longest sequence's length where it is
     known without asking a device, else T.
     """
@@ -32,6 +32,7 @@ class Inputs:
     b2: Tensor | None
     v: Tensor
     v2: Tensor
+    same_values: bool
     weight: Tensor
     index: Tensor
     cu_seqlens: Tensor
@@ -70,6 +71,7 @@ def check_inputs(
     gate: Gate,
     chunk_size: int,
     is_gdn: bool,
+    needs_state: bool = True,
 ) -> Inputs:
     """Shapes and options are checked always; values (cu_seqlens, index) only where they lie on the CPU, so a GPU never waits.
 
@@ -106,20 +108,20 @@ def check_inputs(
         if a is not None:
             _expect(name, a, (tokens, *tail))
     with_route = {name: _with_route(name, a, tokens, routes, tail) for name, (a, tail) in routed.items()}
-    lengths_ok, longest = _check_cu_seqlens(cu_seqlens, tokens)
+    sequences, longest = _check_cu_seqlens(cu_seqlens, tokens)
     if v.device.type == "cpu":
         _check_index_values(index, num_partitions)
-    sequences = lengths_ok
     state_shape = (sequences, 1 + num_partitions, heads, key_dim, value_dim)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     if initial_state is None:
-        initial_state = torch.zeros(state_shape, dtype=dtype, device=v.device)
+        empty = torch.zeros((), dtype=dtype, device=v.device)
+        initial_state = torch.zeros(state_shape, dtype=dtype, device=v.device) if needs_state else empty.expand(state_shape)
     _expect("initial_state", initial_state, state_shape)
     _one_device(v, {**{n: a for n, (a, _) in {**shared, **routed}.items()}, "weight": weight, "index": index, "initial_state": initial_state})
     return Inputs(
         q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),
         q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
-        v=v, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
+        v=v, same_values=v2 is None, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
         weight=weight, index=index, cu_seqlens=cu_seqlens.to(v.device, non_blocking=True), initial_state=initial_state,
         num_partitions=num_partitions, scale=key_dim**-0.5 if scale is None else float(scale),
         gate=gate, chunk_size=chunk_size, is_gdn=is_gdn, longest=longest,

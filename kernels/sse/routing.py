@@ -28,9 +28,8 @@ def route(logits: Tensor, num_selected: int) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(f"num_selected={num_selected}, but it must be in [1, {partitions}] (the number of partitions)")
     probs = torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
     if num_selected == 1:
-        weight, index = probs.max(dim=-1, keepdim=True)
-        if logits.device.type == "cpu":  # max returns the first maximum there; elsewhere the choice is not documented
-            return probs, weight, index
+        weight, index = probs.max(dim=-1, keepdim=True)  # documented to return the first maximum
+        return probs, weight, index
     index = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, :num_selected].contiguous()
     return probs, probs.gather(1, index), index
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.config.suites import SUITES
 from posttrain.config.trl import nearest
+from posttrain.models.sizes import DEFAULTS, resolve
 
 if TYPE_CHECKING:
     from posttrain.config.recipe import Recipe
 
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 ORDER = ("sft", "grpo", "eval", "report")
 
 
 def problems(recipe: Recipe) -> list[str]:
     """Return what is wrong, one sentence each, `section.key: ...` first."""
+    found = _model(recipe)
+    if found:
+        return found
     found = _stages(recipe) + _decontaminate(recipe)
     if "sft" in recipe.stages:
         found += _sft(recipe)
@@ -28,8 +33,31 @@ def problems(recipe: Recipe) -> list[str]:
 
 def context_length(recipe: Recipe) -> int | None:
     """Positions that the model takes, where the recipe says so."""
-    given = (recipe.model.init or {}).get("max_position_embeddings")
-    return given if isinstance(given, int) else None
+    if recipe.model.init is None:
+        return None
+    return recipe.model.init.get("max_position_embeddings", DEFAULTS["max_position_embeddings"])
+
+
+def grpo_processes(recipe: Recipe) -> int:
+    """Learners of the GRPO stage: one, with the generator inside it, whatever `ray.num_workers` says for SFT."""
+    return 1
+
+
+def _model(recipe: Recipe) -> list[str]:
+    """Fields of a new model. The vocabulary's size may be left out: the tokenizer's is used then."""
+    if recipe.model.init is None:
+        return []
+    allowed = [*DEFAULTS, *TOKEN_IDS]
+    unknown = [
+        f"model.init.{name}: unknown field of SSEHConfig{nearest(name, allowed)}" for name in recipe.model.init if name not in allowed
+    ]
+    if unknown:
+        return unknown
+    try:
+        resolve(recipe.model.init)
+    except (ValueError, TypeError) as error:
+        return [f"model.init: {error}"]
+    return []
 
 
 def _stages(recipe: Recipe) -> list[str]:
@@ -56,8 +84,6 @@ def _sft(recipe: Recipe) -> list[str]:
     data, context = recipe.data, context_length(recipe)
     if data.train is None:
         found.append("data.train: the stage sft needs training data with solutions")
-    elif data.train.columns.solution is None:
-        found.append("data.train.columns.solution: the stage sft needs a column with solutions")
     if context is not None and data.max_length > context:
         found.append(f"data.max_length: {data.max_length} tokens a row, but the model takes {context} (max_position_embeddings)")
     return found
@@ -65,11 +91,14 @@ def _sft(recipe: Recipe) -> list[str]:
 
 def _grpo(recipe: Recipe) -> list[str]:
     found = []
-    value = lambda name: recipe.argument("grpo", name)  # noqa: E731
+
+    def value(name: str) -> Any:
+        return recipe.argument("grpo", name)
+
     if recipe.data.prompts is None and recipe.data.train is None:
         found.append("data.prompts: the stage grpo needs prompts (or data.train)")
     generations = value("num_generations")
-    micro = value("per_device_train_batch_size") * recipe.ray.num_workers
+    micro = value("per_device_train_batch_size") * grpo_processes(recipe)
     if value("generation_batch_size") is not None and value("steps_per_generation") is not None:
         found.append("grpo.generation_batch_size: cannot be given together with grpo.steps_per_generation")
         return found
@@ -79,11 +108,11 @@ def _grpo(recipe: Recipe) -> list[str]:
     batch = value("generation_batch_size")
     if batch is None:
         batch = micro * (value("steps_per_generation") or value("gradient_accumulation_steps"))
-        source = "per_device_train_batch_size x ray.num_workers x steps_per_generation"
+        source = "per_device_train_batch_size x steps_per_generation"
     else:
         source = "generation_batch_size"
         if batch % micro:
-            found.append(f"grpo.generation_batch_size: {batch} is not a multiple of {micro} (per_device_train_batch_size x workers)")
+            found.append(f"grpo.generation_batch_size: {batch} is not a multiple of {micro} (per_device_train_batch_size)")
     if batch % generations:
         found.append(f"grpo.num_generations: {generations} does not divide the {batch} completions of a batch ({source})")
     completion = value("max_completion_length")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Section
+from posttrain.models.sizes import PAPER_SIZES
 
 ARITHMETIC = "arithmetic"
 
@@ -26,11 +27,14 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type in which the weights are loaded and trained (`trainer.bf16: true` adds autocast on float32 weights)."""
 
+    size: str | None = None
+    """Named size (sse-h-2b, transformer-2b, ...) that `posttrain check` assumes while the checkpoint isn't on this machine."""
+
     trust_remote_code: bool = False
     """Run Python code that the checkpoint or tokenizer brings along. Only for repositories that you have read."""
 
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    """Replaces the tokenizer's chat template: simple, chatml, tagged, or Jinja text."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
@@ -38,42 +42,54 @@ class ModelConfig(Section):
             raise ValueError("both `path` and `init` are given; a model starts from a checkpoint or from new weights, not both")
         if self.path is None and self.init is None:
             raise ValueError("neither `path` (a checkpoint) nor `init` (fields of a new model) is given")
+        if self.size is not None and self.size not in PAPER_SIZES:
+            raise ValueError(f"size {self.size!r} is unknown; known: {', '.join(PAPER_SIZES)}")
         if self.init is not None and self.tokenizer is None:
             raise ValueError("a new model (`init`) needs `tokenizer`: a folder, a hub id, or arithmetic")
         return self
 
 
 class ArithmeticConfig(Section):
-    """Difficulty of the procedural arithmetic problems. Training and evaluation problems never coincide."""
+    """Difficulty of the procedural arithmetic problems (`posttrain.data.arithmetic.Difficulty`).
 
-    size: Annotated[int, Field(ge=1)] = 2000
-    """Number of problems."""
+    How many: the source's or suite's `limit`; which: its `seed`. Training and evaluation problems never coincide.
+    """
 
-    min_operations: Annotated[int, Field(ge=1)] = 1
+    min_operations: Annotated[int, Field(ge=1, le=12)] = 2
     """Fewest operations in a problem."""
 
-    max_operations: Annotated[int, Field(ge=1)] = 3
+    max_operations: Annotated[int, Field(ge=1, le=12)] = 3
     """Most operations in a problem."""
 
     max_operand: Annotated[int, Field(ge=2)] = 20
-    """Largest number that is added or subtracted."""
+    """Largest number written in a problem."""
 
-    max_multiplier: Annotated[int, Field(ge=2)] = 9
-    """Largest factor of a multiplication."""
+    max_multiplier: Annotated[int, Field(ge=2)] = 5
+    """In a product one side is at most this; a divisor is at most this."""
 
-    word_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of word problems."""
+    max_value: Annotated[int, Field(ge=2)] = 99
+    """No intermediate result is above this in absolute value."""
 
-    bracket_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of the other problems that carry brackets."""
+    operators: Annotated[str, Field(pattern=r"^[-+*/]+$")] = "+-*"
+    """Any of + - * /; a quotient is always exact."""
 
-    seed: Annotated[int, Field(ge=0)] | None = None
-    """Seed of the problems; by default the recipe's."""
+    bracket_fraction: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Share of problems with brackets."""
+
+    word_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Share of word problems; the rest are expressions without brackets."""
+
+    allow_negative: bool = False
+    """Whether intermediate results may be below zero (never in word problems)."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> ArithmeticConfig:
+    def _possible(self) -> ArithmeticConfig:
         if self.min_operations > self.max_operations:
             raise ValueError(f"min_operations {self.min_operations} is above max_operations {self.max_operations}")
+        if self.max_value < self.max_operand:
+            raise ValueError(f"max_value {self.max_value} is below max_operand {self.max_operand}")
+        if self.bracket_fraction + self.word_fraction > 1 + 1e-9:
+            raise ValueError(f"bracket_fraction {self.bracket_fraction} and word_fraction {self.word_fraction} exceed 1 together")
         return self
 
 
@@ -86,11 +102,17 @@ class ColumnMap(Section):
     answer: str = "answer"
     """The gold answer."""
 
-    solution: str | None = "solution"
+    solution: str = "solution"
     """The reasoning trace to imitate; SFT needs it, GRPO and evaluation don't."""
 
-    id: str | None = "id"
-    """A row's name; rows without one are numbered."""
+    id: str = "id"
+    """A row's name, unique; rows without this column are numbered."""
+
+    source: str = "source"
+    """Where the row comes from; the file's name by default."""
+
+    level: str = "level"
+    """Difficulty, for tables by level; optional."""
 
 
 class FilterConfig(Section):
@@ -125,13 +147,25 @@ class DataSource(Section):
     """Commit or tag of a hub data set."""
 
     split: str = "train"
-    """Split of a hub data set; for arithmetic, train or test."""
+    """Split of a hub data set; for arithmetic, train or eval."""
 
     columns: ColumnMap = Field(default_factory=ColumnMap)
     """Names of the columns."""
 
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Read this many rows at most."""
+    """Keep this many rows at most; for arithmetic, make this many (10,000 by default)."""
+
+    shuffle: bool = False
+    """Shuffle before `limit` cuts, so that it keeps a sample of all the rows."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the shuffle, and of the arithmetic problems."""
+
+    solution_suffix: str | None = None
+    """Added to a solution that has no \\boxed{}, with {answer} replaced by the gold answer."""
+
+    answer_after: str | None = None
+    """The gold answer is what follows this mark in the answer column (GSM8K: "####")."""
 
     filters: FilterConfig = Field(default_factory=FilterConfig)
     """Which rows stay."""
@@ -177,13 +211,13 @@ class DataConfig(Section):
     """Tokens of a packed training row; a sample longer than this is dropped."""
 
     max_prompt_length: Annotated[int, Field(ge=1)] = 512
-    """Tokens of a prompt (GRPO and evaluation); longer prompts are errors or dropped, as `long_prompts` says."""
+    """Tokens of a prompt (GRPO and evaluation); longer prompts are errors or dropped, as `overlong_prompt` says."""
 
-    long_prompts: Literal["error", "drop"] = "error"
+    overlong_prompt: Literal["error", "drop"] = "error"
     """What happens to a prompt longer than `max_prompt_length`."""
 
     system_prompt: str | None = None
     """System message before each problem."""
 
     prompt_suffix: str = ""
-    """Text after each problem, such as "Put the final answer in \\boxed{}."."""
+    """Text after each problem, such as "Put the final answer in \\boxed{}." """

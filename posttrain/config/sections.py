@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from posttrain.config.base import Section
-from posttrain.config.data import ArithmeticConfig, ColumnMap
+from posttrain.config.data import ArithmeticConfig, ColumnMap, DataSource
 from posttrain.config.suites import SUITES
 from posttrain.config.trl import check_arguments
 
@@ -61,7 +61,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """What a completion earns, and the limits of the verifier's processes."""
 
-    functions: Annotated[list[RewardFunction], Field(min_length=1)] = [RewardFunction(name="accuracy")]
+    functions: Annotated[list[RewardFunction], Field(min_length=1, default_factory=lambda: [RewardFunction(name="accuracy")])]
     """Rewards that are summed with their weights."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
@@ -87,6 +87,9 @@ class GrpoConfig(Section):
 
     truncation_penalty: float = -1.0
     """Reward of a truncated completion where they are penalised."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group, or of the group's other completions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,8 +148,8 @@ class SuiteConfig(Sampling):
     name: str | None = None
     """Configuration of the hub data set."""
 
-    split: str = "test"
-    """Split of the hub data set."""
+    split: str | None = None
+    """Split of the hub data set (test by default), or eval for arithmetic."""
 
     arithmetic: ArithmeticConfig | None = None
     """Held-out problems of the procedural generator."""
@@ -158,14 +161,31 @@ class SuiteConfig(Sampling):
     """The gold answer is what follows this mark in the answer column."""
 
     limit: Positive | None = None
-    """First problems alone."""
+    """This many problems; for arithmetic, 200 by default."""
+
+    data_seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the arithmetic problems."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> SuiteConfig:
         given = [key for key in ("path", "hub", "arithmetic") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given together; problems come from one place")
+        if self.split is None:
+            self.split = "test" if self.arithmetic is None else "eval"
+        if self.arithmetic is not None and self.limit is None:
+            self.limit = 200
         return self
+
+    def source(self) -> DataSource:
+        """The problems, as `posttrain.data.load_source` reads them."""
+        common = {"columns": self.columns, "limit": self.limit, "answer_after": self.answer_after}
+        if self.arithmetic is not None:
+            common = {"limit": self.limit, "split": self.split, "seed": self.data_seed}
+            return DataSource(kind="arithmetic", arithmetic=self.arithmetic, **common)
+        if self.path is not None:
+            return DataSource(kind="jsonl", path=self.path, **common)
+        return DataSource(kind="hub", path=self.hub, name=self.name, split=self.split, **common)
 
 
 DEFAULT_SAMPLING = {"samples": 1, "temperature": 1.0, "top_p": 0.7, "max_tokens": 32768}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
 from posttrain.config.trl_arguments import GRPO_ARGUMENTS, SFT_ARGUMENTS
@@ -126,7 +127,7 @@ def coerce(value: Any, types: str) -> Any:
             return coerce(int(number) if "int" in kinds and number.is_integer() else number, types)
         ok = "str" in kinds
     elif isinstance(value, float):
-        if value != value or value in (float("inf"), float("-inf")):
+        if not math.isfinite(value):
             raise ValueError("not a finite number")
         if "float" not in kinds and "int" in kinds and value.is_integer():
             return int(value)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from posttrain.errors import DataError
 
 Split = Literal["train", "eval"]
-Tree = Any  # an int, or (operator, left tree, right tree)
+Tree = Any  # an int, or (operator, left tree, right tree); None stands for an operand that is not drawn yet
 
 SPLITS = ("train", "eval")
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Leo", "Eva")
@@ -191,24 +191,23 @@ def _apply(operator: str, a: int, b: int) -> int:
 def _draw(rng: random.Random, hard: Difficulty) -> tuple[str, str, Tree, str] | None:
     """(problem, canonical text, tree, kind), or None where the drawn shape found no operands within the limits."""
     operations = rng.randint(hard.min_operations, hard.max_operations)
-    where = rng.random()
-    kind = "word" if where < hard.word_fraction else "bracket" if where < hard.word_fraction + hard.bracket_fraction else "expression"
-    if kind == "bracket" and operations == 1:
-        kind = "expression"
     operators = [rng.choice(hard.operators) for _ in range(operations)]
-    shape = {"word": _chain, "bracket": lambda o: _random_tree(o, rng), "expression": _by_precedence}[kind](operators)
+    where = rng.random()
+    if where < hard.word_fraction:
+        kind, shape = "word", _chain(operators)
+    elif operations > 1 and where < hard.word_fraction + hard.bracket_fraction:
+        kind, shape = "bracket", _random_tree(operators, rng)
+    else:
+        kind, shape = "expression", _by_precedence(operators)
     # Operands are redrawn for a drawn shape, so that products are not crowded out by sums, which fit more often.
     for _ in range(LEAF_TRIES):
         tree = _fill(shape, rng, hard)
         if not _within(tree, hard, negative=hard.allow_negative and kind != "word"):
             continue
         text = render(tree)
-        if kind == "bracket" and "(" not in text:
-            return None
         if kind == "word":
-            chain = render(tree)
-            return _in_words(tree, rng), f"word:{chain}", tree, kind
-        return f"{text}=?", text, tree, kind
+            return _in_words(tree, rng), f"word:{text}", tree, kind
+        return None if kind == "bracket" and "(" not in text else (f"{text}=?", text, tree, kind)
     return None
 
 

@@ -8,11 +8,13 @@ end-of-sequence token, which is always the last trained token.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from posttrain.errors import DataError
 
 IGNORE = -100  # the label that PyTorch's cross entropy skips
+BATCH = 256
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -24,7 +26,7 @@ def messages(row: dict[str, Any], cfg: Any = None) -> list[dict[str, str]]:
 
 
 def prompt_ids(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> list[int]:
-    """Ids of the prompt, up to where the assistant begins.
+    """Ids of the prompt to sample from, up to where the assistant begins.
 
     Args:
         cfg: attributes `system_prompt`, `prompt_suffix`, `max_prompt_length` (None: no limit).
@@ -32,57 +34,87 @@ def prompt_ids(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> list[int
     Raises:
         DataError: the prompt is longer than `max_prompt_length`.
     """
-    ids = list(tokenizer.apply_chat_template(messages(row, cfg), tokenize=True, add_generation_prompt=True, return_dict=False))
+    ids = _prompt(tokenizer, row, cfg)
     limit = getattr(cfg, "max_prompt_length", None)
     if limit is not None and len(ids) > limit:
         raise DataError(
-            f"row {_name(row)}: its prompt has {len(ids)} tokens, more than the {limit} allowed; "
-            "raise the limit, or drop such rows with overlong_prompt: drop"
+            f"row {_name(row)}: its prompt has {len(ids)} tokens, more than data.max_prompt_length {limit}; "
+            "raise it (and the context with it), or leave such rows out with data.overlong_prompt: drop"
         )
     return ids
+
+
+def _prompt(tokenizer: Any, row: dict[str, Any], cfg: Any) -> list[int]:
+    turns = messages(row, cfg)
+    return list(tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False))
 
 
 def encode_sft(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> dict[str, list[int]]:
     """{"input_ids" [T], "labels" [T]}: labels equal the ids on the completion and EOS, and are -100 before it.
 
-    Where the template marks the assistant's turn with {% generation %} the mask is the template's; otherwise the prompt's
-    ids must begin the full ids, and everything after them is trained.
+    Where the template marks the assistant's turn with {% generation %} the mask is the template's; otherwise everything after
+    the prompt's ids is trained. The prompt's ids must begin the whole ids in any case.
 
     Raises:
         DataError: no solution, a prompt that does not begin the conversation, or nothing to train on.
     """
-    if not row.get("solution"):
-        raise DataError(f"row {_name(row)}: it has no solution to train on; map one with columns: {{solution: ...}}")
-    turns = [*messages(row, cfg), {"role": "assistant", "content": row["solution"]}]
+    return encode_sft_batch(tokenizer, [row], cfg)[0]
+
+
+def encode_sft_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any = None) -> list[dict[str, list[int]]]:
+    """`encode_sft` of many rows; the tokenizer works on all cores, `BATCH` rows at a time."""
+    return [
+        sample
+        for start in range(0, len(rows), BATCH)
+        for sample in _encode_batch(tokenizer, rows[start : start + BATCH], cfg)
+    ]
+
+
+def _encode_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any) -> list[dict[str, list[int]]]:
+    for row in rows:
+        if not row.get("solution"):
+            raise DataError(f"row {_name(row)}: it has no solution to train on; name its column with columns: {{solution: ...}}")
+    prompts = [messages(row, cfg) for row in rows]
+    turns = [[*prompt, {"role": "assistant", "content": row["solution"]}] for prompt, row in zip(prompts, rows, strict=True)]
     marked = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
-    encoded = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked)
-    ids = list(encoded["input_ids"])
-    prompt = prompt_ids(tokenizer, row, cfg)
+    whole = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked)
+    begin = tokenizer.apply_chat_template(prompts, tokenize=True, return_dict=True, add_generation_prompt=True)
+    masks = whole["assistant_masks"] if marked else [None] * len(rows)
+    return [
+        _labelled(row, ids, prompt, mask, tokenizer)
+        for row, ids, prompt, mask in zip(rows, whole["input_ids"], begin["input_ids"], masks, strict=True)
+    ]
+
+
+def _labelled(row: dict[str, Any], ids: list[int], prompt: list[int], mask: list[int] | None, tokenizer: Any) -> dict[str, list[int]]:
     if ids[: len(prompt)] != prompt:
         raise DataError(
             f"row {_name(row)}: under this chat template the prompt's {len(prompt)} ids do not begin the ids of the whole "
             "conversation, so that training and sampling would see different prompts; use another template or tokenizer"
         )
-    mask = list(encoded["assistant_masks"]) if marked else [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-    return _end(ids, mask, tokenizer.eos_token_id, row)
-
-
-def _end(ids: list[int], mask: list[int], eos: int, row: dict[str, Any]) -> dict[str, list[int]]:
-    """Cuts what a template writes after the assistant's end (a newline), and makes EOS the last, trained token."""
+    if mask is None:
+        mask = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
     if 1 not in mask:
         raise DataError(f"row {_name(row)}: the chat template leaves no token of the solution to train on")
-    trained = len(mask) - mask[::-1].index(1)
-    # A template may close its turn outside the mark, or write a newline after EOS inside it: look for EOS from the mask on.
-    first = mask.index(1)
-    ends = [i for i in range(first, len(ids)) if ids[i] == eos]
-    if ends and ends[-1] >= trained - 2:
-        stop = ends[-1] + 1
-        ids, mask = ids[:stop], [*mask[:stop]]
-        mask[trained:] = [1] * (stop - trained) if stop > trained else []
-        mask[-1] = 1
-    else:
-        ids, mask = [*ids[:trained], eos], [*mask[:trained], 1]
+    ids, mask = _end_with_eos(list(ids), list(mask), tokenizer)
     return {"input_ids": ids, "labels": [token if kept else IGNORE for token, kept in zip(ids, mask, strict=True)]}
+
+
+def _end_with_eos(ids: list[int], mask: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids and mask cut after the assistant's EOS, which is trained; appended where the template writes none."""
+    eos, first = tokenizer.eos_token_id, mask.index(1)
+    trained = len(mask) - mask[::-1].index(1)
+    stop = trained
+    # Templates write a newline after the EOS; the prefix method has it inside the mask.
+    while stop > first and ids[stop - 1] != eos and not tokenizer.decode([ids[stop - 1]]).strip():
+        stop -= 1
+    if stop > first and ids[stop - 1] == eos:
+        return ids[:stop], mask[:stop]
+    if eos in ids[trained:]:
+        # The mark closes before the EOS: what follows up to it ends the turn, so it is what the model must learn to write.
+        stop = ids.index(eos, trained) + 1
+        return ids[:stop], mask[:trained] + [1] * (stop - trained)
+    return [*ids[:trained], eos], [*mask[:trained], 1]
 
 
 def _name(row: dict[str, Any]) -> str:

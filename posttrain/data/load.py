@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import itertools
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data import arithmetic
+from posttrain.data.filters import apply_filters, nearest
 from posttrain.errors import DataError
 
 Row = dict[str, Any]
@@ -26,44 +26,79 @@ OPTIONAL = ("id", "solution", "source", "level")
 DEFAULT_ARITHMETIC_ROWS = 10_000
 
 
-def load_source(source: Any, *, needs_solution: bool = False) -> list[Row]:
-    """Rows of one source, columns mapped, shuffled and limited as it says; filters are applied by `prepare`.
+def load_source(
+    source: Any, *, tokenizer: Any = None, pool: Any = None, seed: int = 0, needs_solution: bool = False, report: dict[str, Any] | None = None
+) -> list[Row]:
+    """Rows of one source: read, mapped, filtered, in the order of the file unless `shuffle` says otherwise.
 
     Args:
-        source: attributes (all but `kind` optional) `kind` jsonl | hub | arithmetic; `path` (a file or a folder of files for
-            jsonl: .jsonl, .jsonl.gz or .parquet; a dataset id for hub); `name` (hub configuration); `split`; `columns`
-            {problem | answer | solution | id | source | level: its column}; `limit`; `shuffle` (bool); `seed`;
-            `solution_suffix` (added to solutions without \\boxed{, with {answer} replaced); `arithmetic` (difficulty).
+        source: a DataSource or an evaluation suite; attributes, all optional: `kind` jsonl | hub | arithmetic; `path` (a file, or a
+            folder of .jsonl, .jsonl.gz or .parquet files; the dataset id where kind is hub); `hub` (a dataset id); `name`,
+            `split`, `revision` of a hub dataset; `columns` {problem | answer | solution | id | source | level: its column};
+            `limit` (rows read, or made); `shuffle` (the limit is then drawn from all rows); `seed`; `answer_after` (the gold answer
+            follows this mark); `solution_suffix` (added to solutions without \\boxed{, {answer} in it replaced, after the
+            filters); `filters` (see `filters.py`); `arithmetic` (the difficulty, see `arithmetic.py`).
+        tokenizer: needed where `filters` count tokens.
+        pool: VerifierPool for `filters.verified`; one is made where it is not given.
+        seed: used where the source has none of its own.
         needs_solution: a row without a solution is an error (SFT).
+        report: filled in with source, read, kept and dropped {reason: rows}.
 
     Raises:
         DataError: missing file or column, unreadable line (named file:line), no rows, or an empty problem, answer or solution.
     """
-    kind = getattr(source, "kind", "jsonl")
+    kind = _kind(source)
+    own = getattr(source, "seed", None)
+    seed = seed if own is None else own
+    if kind == "arithmetic":
+        rows, name = _generate(source, seed), "arithmetic"
+    else:
+        rows, name = _read(source, kind, seed, needs_solution)
+    kept, dropped = apply_filters(rows, getattr(source, "filters", None), tokenizer=tokenizer, pool=pool)
+    if report is not None:
+        report.update(source=name, read=len(rows), kept=len(kept), dropped=dropped)
+    if not kept:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
+        raise DataError(f"{name}: the filters left none of {len(rows)} rows ({reasons}); loosen them")
+    suffix = getattr(source, "solution_suffix", None)
+    return [_with_suffix(row, suffix) for row in kept] if suffix else kept
+
+
+def _kind(source: Any) -> str:
+    kind = getattr(source, "kind", None)
+    if kind is None:
+        kind = "hub" if getattr(source, "hub", None) else "arithmetic" if getattr(source, "arithmetic", None) else "jsonl"
     if kind not in KINDS:
         raise DataError(f"data source: kind={kind!r}, but it must be one of {', '.join(KINDS)}")
-    if kind == "arithmetic":
-        count = getattr(source, "limit", None) or DEFAULT_ARITHMETIC_ROWS
-        split = getattr(source, "split", None) or "train"
-        return arithmetic.generate(count, _seed(source), split, getattr(source, "arithmetic", None))
-    path = getattr(source, "path", None)
+    return kind
+
+
+def _generate(source: Any, seed: int) -> list[Row]:
+    limit, split = getattr(source, "limit", None), getattr(source, "split", None) or "train"
+    count = DEFAULT_ARITHMETIC_ROWS if limit is None else limit
+    return arithmetic.generate(count, seed, "eval" if split == "test" else split, getattr(source, "arithmetic", None))
+
+
+def _read(source: Any, kind: str, seed: int, needs_solution: bool) -> tuple[list[Row], str]:
+    path = (getattr(source, "hub", None) if kind == "hub" else None) or getattr(source, "path", None)
     if not path:
         raise DataError(f"data source of kind {kind}: path is missing")
     limit, shuffle = getattr(source, "limit", None), bool(getattr(source, "shuffle", False))
-    numbered = read_files(path) if kind == "jsonl" else _read_hub(source)
+    numbered = read_files(path) if kind == "jsonl" else _read_hub(source, path)
     # Read no further than the limit, unless the rows to keep are drawn from all of them.
     if limit is not None and not shuffle:
         numbered = itertools.islice(numbered, limit)
-    mapping = _mapping(getattr(source, "columns", None))
-    rows = [_map_row(row, mapping, where, needs_solution, str(path), number) for number, (where, row) in enumerate(numbered)]
+    mapping, mark = _mapping(getattr(source, "columns", None)), getattr(source, "answer_after", None)
+    rows = [_map_row(row, mapping, where, needs_solution, mark) for where, row in numbered]
     if not rows:
         raise DataError(f"{path}: no rows; a dataset needs at least one")
-    if shuffle:
-        random.Random(_seed(source)).shuffle(rows)
-    rows = rows if limit is None else rows[:limit]
+    for number, row in enumerate(rows):
+        row.setdefault("source", str(path))
+        row["id"] = f"{Path(path).name}-{number:06d}" if row.get("id") is None else str(row["id"])
     _check_ids(rows, str(path))
-    suffix = getattr(source, "solution_suffix", None)
-    return [_with_suffix(row, suffix) for row in rows] if suffix else rows
+    if shuffle:
+        random.Random(seed).shuffle(rows)
+    return (rows if limit is None else rows[:limit]), str(path)
 
 
 def read_files(path: str | Path) -> Iterator[tuple[str, Row]]:
@@ -82,9 +117,8 @@ def read_files(path: str | Path) -> Iterator[tuple[str, Row]]:
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, Row]]:
-    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else open(file, encoding="utf-8")
     number = 0
-    with opened as lines:
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else open(file, encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -118,13 +152,14 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Row]]:
             yield f"{file}:{number}", row
 
 
-def _read_hub(source: Any) -> Iterator[tuple[str, Row]]:
+def _read_hub(source: Any, name: str) -> Iterator[tuple[str, Row]]:
     """Streams a hub dataset: a limit of 100 rows downloads little more than 100 rows."""
     import datasets
 
-    name, split = source.path, getattr(source, "split", None) or "train"
+    split = getattr(source, "split", None) or "train"
+    options = {"name": getattr(source, "name", None), "revision": getattr(source, "revision", None)}
     try:
-        stream = datasets.load_dataset(name, getattr(source, "name", None), split=split, streaming=True)
+        stream = datasets.load_dataset(name, split=split, streaming=True, **options)
     # What the hub raises has many types; every one of them means that this id, split or configuration cannot be had.
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"hub dataset {name} (split {split}): cannot be loaded: {str(error).splitlines()[0]}") from error
@@ -132,35 +167,56 @@ def _read_hub(source: Any) -> Iterator[tuple[str, Row]]:
         yield f"{name}[{split}]:{number}", row
 
 
-def _mapping(columns: Any) -> dict[str, str]:
+def _mapping(columns: Any) -> dict[str, str | None]:
+    """What a row is asked for -> its column; None where the recipe says that there is none."""
     given = columns if isinstance(columns, dict) else columns.model_dump() if hasattr(columns, "model_dump") else {}
     known = (*REQUIRED, *OPTIONAL)
     for name in given:
         if name not in known:
-            raise DataError(f"columns: {name!r} is not something to map; known: {', '.join(known)}{_nearest(name, known)}")
-    return {name: given.get(name) or name for name in known}
+            raise DataError(f"columns: {name!r} is not something to map; known: {', '.join(known)}{nearest(name, known)}")
+    return {name: given.get(name, name) for name in known}
 
 
-def _map_row(row: Row, mapping: dict[str, str], where: str, needs_solution: bool, path: str, number: int) -> Row:
+def _map_row(row: Row, mapping: dict[str, str | None], where: str, needs_solution: bool, mark: str | None) -> Row:
     needed = (*REQUIRED, "solution") if needs_solution else REQUIRED
     mapped = dict(row)
     for name, column in mapping.items():
         if column in row:
             mapped[name] = row[column]
+        elif column is None and name not in needed:
+            mapped.pop(name, None)
         elif name in needed or column != name:
             raise DataError(
-                f"{where}: no column {column!r} for {name!r}; it has: {', '.join(row)}{_nearest(column, row)}. "
-                f"Map it in the recipe: columns: {{{name}: ...}}"
+                f"{where}: no column {column!r} for {name!r}; it has: {', '.join(row)}{nearest(str(column), row)}. "
+                f"Name it in the recipe: columns: {{{name}: ...}}"
             )
+    if mark:
+        mapped["answer"] = _after(mapped["answer"], mark, where)
     for name in needed:
-        value = mapped[name]
-        text = "" if value is None else value if isinstance(value, str) else json.dumps(value)
-        if not text.strip():
-            raise DataError(f"{where}: its {name} is empty (column {mapping[name]!r}); remove the row or map another column")
-        mapped[name] = text
-    mapped["id"] = str(mapped["id"]) if mapped.get("id") is not None else f"{Path(path).name}-{number:06d}"
-    mapped.setdefault("source", path)
+        mapped[name] = _text(mapped[name])
+        if not mapped[name].strip():
+            raise DataError(f"{where}: its {name} is empty (column {mapping[name]!r}); remove the row or name another column")
+    if mapped.get("solution") is not None:
+        mapped["solution"] = _text(mapped["solution"])
     return mapped
+
+
+def _text(value: Any) -> str:
+    """A cell as text; several answers (OlympiadBench lists them) are joined by commas."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return ", ".join(_text(part) for part in value)
+    return json.dumps(value)
+
+
+def _after(answer: Any, mark: str, where: str) -> str:
+    before, found, after = _text(answer).rpartition(mark)
+    if not found:
+        raise DataError(f"{where}: the mark {mark!r} (answer_after) is not in its answer {before[-60:] or after[-60:]!r}")
+    return after.strip()
 
 
 def _check_ids(rows: Iterable[Row], path: str) -> None:
@@ -168,7 +224,7 @@ def _check_ids(rows: Iterable[Row], path: str) -> None:
     seen: set[str] = set()
     for row in rows:
         if row["id"] in seen:
-            raise DataError(f"{path}: two rows have the id {row['id']!r}; ids must be unique (leave the column out to have them made)")
+            raise DataError(f"{path}: two rows have the id {row['id']!r}; ids must be unique (columns: {{id: null}} numbers the rows)")
         seen.add(row["id"])
 
 
@@ -179,15 +235,6 @@ def _with_suffix(row: Row, suffix: str) -> Row:
     return {**row, "solution": solution + suffix.replace("{answer}", row["answer"])}
 
 
-def _seed(source: Any) -> int:
-    return int(getattr(source, "seed", 0) or 0)
-
-
 def _no_such_file(path: Path) -> str:
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    return f"{path}: no such file or folder{_nearest(path.name, beside)}"
-
-
-def _nearest(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"{path}: no such file or folder{nearest(path.name, beside)}"

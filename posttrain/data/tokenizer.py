@@ -73,7 +73,7 @@ def load_tokenizer(model: Any, *, vocab_size: int | None = None) -> PreTrainedTo
 
     Args:
         model: attributes `tokenizer` (a path, a hub id, "arithmetic", or None: the one beside `path`), `path`, `init`,
-            `chat_template` (text, or one of simple, chatml, tagged), `trust_remote_code`.
+            `chat_template` (a Jinja file, its text, or one of simple, chatml, tagged), `trust_remote_code`.
         vocab_size: the model's; taken from `init` or the checkpoint's config.json where not given.
 
     Returns:
@@ -107,14 +107,15 @@ def load_tokenizer(model: Any, *, vocab_size: int | None = None) -> PreTrainedTo
 
 
 def resolve_template(given: str) -> tuple[str, tuple[str, ...]]:
-    """A chat template by name or as text, with the tokens it needs in the vocabulary."""
+    """A chat template by name, as a Jinja file or as text, with the tokens it needs in the vocabulary."""
     if given in templates.BUILTIN:
         return templates.BUILTIN[given]
-    if "{" not in given:
-        raise ConfigError(
-            f"chat_template: {given!r} is neither a template nor the name of one; names: {', '.join(sorted(templates.BUILTIN))}"
-        )
-    return given, ()
+    if "{" in given:
+        return given, ()
+    if Path(given).is_file():
+        return Path(given).read_text(encoding="utf-8"), ()
+    names = ", ".join(sorted(templates.BUILTIN))
+    raise ConfigError(f"model.chat_template: {given!r} is neither a file, nor a template, nor the name of one ({names})")
 
 
 def _set_template(tokenizer: Any, name: str, given: str | None) -> None:
@@ -122,7 +123,7 @@ def _set_template(tokenizer: Any, name: str, given: str | None) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"tokenizer {name}: it has no chat template and the recipe gives none; "
-                f"set model.chat_template to a template or one of {', '.join(sorted(templates.BUILTIN))}"
+                f"set model.chat_template to a Jinja file or one of {', '.join(sorted(templates.BUILTIN))}"
             )
         return
     template, needed = resolve_template(given)

@@ -11,18 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.config import EvalConfig, Recipe, SuiteConfig
+from posttrain.errors import CheckpointError, ConfigError
 from posttrain.evaluation.samples import Sample, SampleFile
 from posttrain.evaluation.suites import load_problems
 from posttrain.evaluation.table import Row, score
-from posttrain.errors import CheckpointError, ConfigError
 from posttrain.rewards.extract import find_answer
 from posttrain.rewards.pool import VerifierPool
+from posttrain.run_folder import write_text_atomically
 from posttrain.runtime.worker import StageStopped, WorkerContext
 from posttrain.types import Completion, Request
 
@@ -43,7 +43,7 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
     if not recipe.eval.suites:
         raise ConfigError("eval.suites is empty; name at least one suite, for example `suites: [math500]`")
     checkpoints = find_checkpoints(recipe.eval, run_path)
-    suites = {name: load_problems(name, suite, recipe.data, recipe.seed) for name, suite in recipe.eval.suites.items()}
+    suites = {name: load_problems(name, suite) for name, suite in recipe.eval.suites.items()}
     total = len(checkpoints) * sum(len(problems) for problems in suites.values())
     rows: list[Row] = []
     done = 0
@@ -61,7 +61,8 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
                 samples = sampler.run(problems, recipe.eval.suites[suite_name], folder, progress)
                 rows.append(score(model_name, suite_name, samples, seed=recipe.eval.seed))
                 done += len(problems)
-                _write_results(Path(run_path) / "eval" / "results.json", rows)
+                results = json.dumps([row.as_dict() for row in rows], indent=2)
+                write_text_atomically(Path(run_path) / "eval" / "results.json", results)
     return rows
 
 
@@ -222,9 +223,3 @@ def _folder_name(model: str) -> str:
     if model in STAGE_FOLDERS:
         return model
     return f"{Path(model).name}-{hashlib.blake2b(model.encode(), digest_size=4).hexdigest()}"
-
-
-def _write_results(path: Path, rows: list[Row]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([row.as_dict() for row in rows], indent=2))
-    os.replace(temporary, path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from posttrain.run_folder import write_text_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,7 @@ class SampleFile:
         if path.exists() and self.path.exists() and json.loads(path.read_text()) != settings:
             number = 1 + sum(1 for _ in path.parent.glob("samples.stale-*.jsonl"))
             self.path.rename(self.path.with_name(f"samples.stale-{number}.jsonl"))
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(settings, indent=2, sort_keys=True))
-        os.replace(temporary, path)
+        write_text_atomically(path, json.dumps(settings, indent=2, sort_keys=True))
 
     def read(self, samples_each: int) -> dict[str, list[Sample]]:
         """Finished problems: those with all their samples. Lines of unfinished ones, and a torn last line, are dropped from the file."""
@@ -66,11 +65,7 @@ class SampleFile:
         return done
 
     def _rewrite(self, done: dict[str, list[Sample]]) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for group in done.values():
-                file.writelines(_line(sample) for sample in group)
-        os.replace(temporary, self.path)
+        write_text_atomically(self.path, "".join(_line(sample) for group in done.values() for sample in group))
 
     def append(self, samples: Iterable[Sample]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

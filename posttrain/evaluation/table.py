@@ -16,7 +16,7 @@ class Row:
     Attributes:
         problems: problems that were scored; `unscored` more had a gold answer that could not be read.
         accuracy: avg@k with its 95% interval, bootstrapped over problems.
-        pass_k, maj_k: pass@k and maj@k at k = `samples`.
+        pass_k, maj_k: pass@k and maj@k at k = `samples`. All three are None where nothing could be scored.
         mean_length: completion tokens; truncated: share of completions that met the length limit.
     """
 
@@ -25,9 +25,9 @@ class Row:
     problems: int
     unscored: int
     samples: int
-    accuracy: Interval
-    pass_k: Interval
-    maj_k: Interval
+    accuracy: Interval | None
+    pass_k: Interval | None
+    maj_k: Interval | None
     mean_length: float
     truncated: float
 
@@ -50,9 +50,8 @@ def score(model: str, suite: str, samples: Sequence[Sample], *, seed: int = 0) -
     k = sizes.pop()
     scored = [sorted(group, key=lambda s: s.sample) for group in problems.values() if all(s.correct is not None for s in group)]
 
-    def interval(values: list[float]) -> Interval:
-        nothing = Interval(mean=float("nan"), low=float("nan"), high=float("nan"))
-        return bootstrap_interval(values, seed=seed) if values else nothing
+    def interval(values: list[float]) -> Interval | None:
+        return bootstrap_interval(values, seed=seed) if values else None
 
     verdicts = [[bool(s.correct) for s in group] for group in scored]
     return Row(
@@ -80,16 +79,23 @@ def format_table(rows: Sequence[Row | dict]) -> str:
 
 def _cells(row: dict) -> list[str]:
     k = row["samples"]
-    accuracy = row["accuracy"]
     unscored = f" (+{row['unscored']} unscored)" if row["unscored"] else ""
     several = k > 1
     return [
         row["model"],
         row["suite"],
         f"{row['problems']}{unscored}",
-        f"{100 * accuracy['mean']:5.1f}% ({100 * accuracy['low']:.1f} to {100 * accuracy['high']:.1f})" + (f" avg@{k}" if several else ""),
-        f"{100 * row['pass_k']['mean']:.1f}%" if several else "-",
-        f"{100 * row['maj_k']['mean']:.1f}%" if several else "-",
+        _with_interval(row["accuracy"]) + (f" avg@{k}" if several else ""),
+        _percent(row["pass_k"]) if several else "-",
+        _percent(row["maj_k"]) if several else "-",
         f"{row['mean_length']:.1f}",
         f"{100 * row['truncated']:.1f}%",
     ]
+
+
+def _percent(interval: dict | None) -> str:
+    return "-" if interval is None else f"{100 * interval['mean']:.1f}%"
+
+
+def _with_interval(interval: dict | None) -> str:
+    return "-" if interval is None else f"{_percent(interval)} ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})"

@@ -88,7 +88,8 @@ def collate(
 def _router_indices(completion: Completion) -> torch.Tensor:
     if completion.router_indices is None:
         raise ValueError("router replay was asked for, but the generator returned no router choices")
-    return torch.as_tensor(completion.router_indices)
+    # The generator runs in inference mode, whose tensors autograd may not save.
+    return torch.as_tensor(completion.router_indices).clone()
 
 
 def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool = False, dtype: torch.dtype = torch.int64) -> torch.Tensor:

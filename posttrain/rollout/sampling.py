@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.models.linear import elementwise
 from posttrain.rollout.random import uniform
 
 GREEDY_BELOW = 1e-5
@@ -124,8 +125,8 @@ class Draw:
 
 
 def _fixed_point(logprobs: Tensor) -> Tensor:
-    """Probabilities as int64 multiples of 2^-46. Scaling by a power of two is exact, so only the floor rounds."""
-    return (logprobs.exp() * _FIXED_POINT).to(torch.int64)
+    """Probabilities as int64 multiples of 2^-46. Scaling by a power of two is exact, so only the floor rounds; `elementwise` keeps exp from depending on the shape."""
+    return (elementwise(torch.exp, logprobs) * _FIXED_POINT).to(torch.int64)
 
 
 def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

@@ -1,134 +1,166 @@
-"""Checkpoints of a Hugging Face trainer that are whole or absent.
+"""Checkpoints of a Hugging Face trainer that are whole or absent, under any number of ranks.
 
-`class Learner(AtomicCheckpoints, GRPOTrainer)`: a checkpoint is written into `.partial-checkpoint-N` beside its place and
-renamed when every rank has finished, so that a process killed at any moment, or a full disk, leaves the older one usable.
+    class Learner(AtomicCheckpoints, GRPOTrainer): ...
+
+A checkpoint is filled under a temporary name and renamed when every rank has finished, so that a process killed at any
+moment, or a full disk, leaves the older one usable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from posttrain.errors import RunFolderError
+from posttrain.errors import CheckpointError
+from posttrain.run_folder import atomic_directory
 
-PARTIAL_PREFIX = ".partial-"
 EXTRA_STATE = "posttrain_state.json"
-# What torch.save and safetensors say when a write fails; neither keeps the errno.
-FULL_DISK_MESSAGES = ("No space left", "Disk quota exceeded", "PytorchStreamWriter failed", "unexpected pos")
+# torch.save says this when a write fails, and loses the errno on the way.
+TORCH_FULL_DISK = ("PytorchStreamWriter failed", "unexpected pos")
 
 
 class AtomicCheckpoints:
-    """Mixin before a `transformers.Trainer`: atomic `_save_checkpoint`, and a JSON state of the subclass's own beside it."""
+    """Mixin, to stand before a `transformers.Trainer`: atomic checkpoints with a JSON state of the subclass's own in them."""
 
-    _partial_parent: Path | None = None
+    _filling: Path | None = None
 
     def extra_state(self: Any) -> dict[str, Any]:
         """What else a resume needs (JSON). Override together with `load_extra_state`."""
         return {}
 
     def load_extra_state(self: Any, state: dict[str, Any]) -> None:
-        """Take back what `extra_state` gave, before training continues."""
+        """Take back what `extra_state` gave."""
 
     def restore_extra_state(self: Any, checkpoint: str | os.PathLike[str]) -> None:
-        """Read the extra state of `checkpoint`; call it before `train(resume_from_checkpoint=...)`."""
+        """Read the extra state of `checkpoint`; call it before `train(resume_from_checkpoint=checkpoint)`."""
         path = Path(checkpoint, EXTRA_STATE)
         if path.is_file():
             self.load_extra_state(json.loads(path.read_text()))
 
     def _get_output_dir(self: Any, trial: Any) -> str:
-        return str(self._partial_parent or super()._get_output_dir(trial))
+        return str(self._filling or self.args.output_dir)
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         output = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
-        parent = output / f"{PARTIAL_PREFIX}{name}"
-        with explained_full_disk(f"saving {output / name}", output):
+        with shared_atomic_directory(output / name, leader=self.args.should_save) as folder:
+            self._filling = folder
             try:
-                if self.args.should_save:
-                    shutil.rmtree(parent, ignore_errors=True)
-                    parent.mkdir(parents=True)
-                barrier()
-                self._partial_parent = parent
-                # Not TRL's override: it would add a model card to each save.
+                # Not TRL's override of it, which adds a model card at each save.
                 Trainer._save_checkpoint(self, model, trial)
-                barrier()
-                if self.args.should_save:
-                    (parent / name / EXTRA_STATE).write_text(json.dumps(self.extra_state()))
-                    publish(parent / name, output / name)
-                    rotate_checkpoints(
-                        output_dir=str(output),
-                        save_total_limit=self.args.save_total_limit,
-                        best_model_checkpoint=self.state.best_model_checkpoint,
-                    )
             finally:
-                self._partial_parent = None
-                if self.args.should_save:
-                    shutil.rmtree(parent, ignore_errors=True)
-        barrier()
+                self._filling = None
+            barrier()
+            if self.args.should_save:
+                # The trainer insists on a folder of its own inside the one it is given.
+                for path in (folder / name).iterdir():
+                    path.rename(folder / path.name)
+                (folder / name).rmdir()
+                (folder / EXTRA_STATE).write_text(json.dumps(self.extra_state()))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(output),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+            )
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights. The original reads config.json as a PreTrainedConfig first (to compare versions), and that class
+        refuses layer types that transformers does not know; adapters, which have no config.json, still go through it.
+
+        Raises:
+            CheckpointError: weights are missing, unknown or of another shape.
+        """
+        folder = Path(resume_from_checkpoint)
+        if (folder / "config.json").is_file():
+            load_weights(self.model if model is None else model, folder)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_final(self: Any, path: Path) -> None:
-        """Save the weights, configuration and tokenizer as `path` (replaced as a whole). Every rank calls it (ZeRO-3 gathers)."""
-        partial = path.parent / f"{PARTIAL_PREFIX}{path.name}"
-        with explained_full_disk(f"saving {path}", path.parent):
-            try:
-                if self.args.should_save:
-                    shutil.rmtree(partial, ignore_errors=True)
-                self.save_model(str(partial), _internal_call=True)
-                barrier()
-                if self.args.should_save:
-                    (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle: not for publishing
-                    publish(partial, path)
-            finally:
-                if self.args.should_save:
-                    shutil.rmtree(partial, ignore_errors=True)
-        barrier()
+        """Save weights, configuration and tokenizer as the folder `path`. Every rank calls it, for ZeRO-3 gathers."""
+        with shared_atomic_directory(path, leader=self.args.should_save) as folder:
+            self.save_model(str(folder), _internal_call=True)
+            if self.args.should_save:
+                (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle: nobody should have to load one
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Load the safetensors of a checkpoint folder into `model`, all of them and nothing else.
+
+    Raises:
+        CheckpointError: weights are missing, unknown or of another shape.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    missing, unknown = set(model.state_dict()), set()
+    try:
+        for file in files:
+            result = model.load_state_dict(load_file(file), strict=False)
+            missing &= set(result.missing_keys)
+            unknown |= set(result.unexpected_keys)
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder}: its weights cannot be loaded: {error}") from error
+    if files:
+        missing -= set(getattr(model, "all_tied_weights_keys", None) or {})
+    if missing or unknown:
+        raise CheckpointError(
+            f"{folder}: weights missing: {', '.join(sorted(missing)[:3]) or 'none'}; unknown: {', '.join(sorted(unknown)[:3]) or 'none'}"
+        )
+
+
+@contextlib.contextmanager
+def shared_atomic_directory(path: Path, *, leader: bool) -> Iterator[Path]:
+    """`atomic_directory` that every rank fills together; the leader creates, flushes and renames it.
+
+    Raises:
+        CheckpointError: the disk is full; what was there before is untouched.
+    """
+    with atomic_directory(path) if leader else contextlib.nullcontext() as folder:
+        with _recognised_full_disk(path):
+            folder = _from_leader(folder)
+            yield folder
+            barrier()
+    barrier()
+
+
+@contextlib.contextmanager
+def _recognised_full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if any(message in str(error) for message in TORCH_FULL_DISK):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def barrier() -> None:
     """Wait for the other ranks, where there are any."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several_ranks():
         dist.barrier()
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Flush every file of `partial` to the disk, then make it appear as `path` (an older `path` goes)."""
-    for file in sorted(partial.rglob("*")):
-        if file.is_file():
-            _fsync(file)
-    _fsync(partial)
-    if path.exists():
-        shutil.rmtree(path)
-    os.replace(partial, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def explained_full_disk(doing: str, where: Path) -> Iterator[None]:
-    """Turn the many faces of a full disk into one RunFolderError that says what is still there."""
-    try:
-        yield
-    except Exception as error:  # sorted by message: safetensors and torch raise classes of their own
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and not any(message in str(error) for message in FULL_DISK_MESSAGES):
-            raise
-        older = sorted(path.name for path in where.glob("checkpoint-*") if path.is_dir())
-        kept = f"{', '.join(older)} in {where} is kept" if older else "no checkpoint had been saved before"
-        raise RunFolderError(f"no space left on the disk while {doing}; {kept}. Free some space, then --resume.") from error
+def _from_leader(folder: Path | None) -> Path:
+    """The temporary folder that the leader (rank 0 of its node or of all) made, on every rank."""
+    if not several_ranks():
+        assert folder is not None, "a single process leads itself"
+        return folder
+    shared: list[Path | None] = [folder]
+    dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None, "rank 0 leads"
+    return shared[0]

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,139 @@ from posttrain.config import Recipe
 from posttrain.errors import PosttrainError
 from posttrain.run_folder import RunFolder
 from posttrain.runtime.launch import POLL_SECONDS, StageHandle, launch
-from posttrain.runtime.progress import Bar, Outcome, Report
+from posttrain.runtime.progress import Bar, Outcome
 from posttrain.runtime.session import ray_session, start_board
 
-INTERRUPTED = 130
 RAY_STAGES = ("sft", "grpo", "eval")
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class StageFailedError(PosttrainError):
+    """A stage ended with an error; the message is the worker's own."""
+
+
+def run_stages(recipe: Recipe, stages: list[str], *, resume: bool) -> int:
+    """Run `stages` of a recipe in its run folder, those already finished excepted; returns the exit code.
+
+    0 when all is finished, 130 after Ctrl-C (143 after SIGTERM): `resume=True` then continues where it stopped.
+
+    Raises:
+        PosttrainError: bad input, or a stage that failed; nothing that was finished is lost.
+    """
+    try:
+        with RunFolder.open(recipe, resume=resume) as run:
+            return _run(recipe, stages, run)
+    except KeyboardInterrupt:
+        print("\ninterrupted; --resume continues", file=sys.stderr)
+        return EXIT_CODES[signal.SIGINT]
+
+
+def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
+    for stage in stages:
+        if stage in RAY_STAGES and run.stage_done(stage):
+            print(f"{stage:<6} finished before; skipped", file=sys.stderr)
+    todo = [stage for stage in stages if stage in RAY_STAGES and not run.stage_done(stage)]
+    if todo:
+        from posttrain.runtime.prepare import prepare
+
+        prepare(recipe, run, todo)
+        with ray_session(recipe.ray):
+            for stage in todo:
+                stopped_by = run_stage(stage, recipe, run)
+                if stopped_by is not None:
+                    print(f"{stage} stopped; --resume continues", file=sys.stderr)
+                    return EXIT_CODES[stopped_by]
+    if "report" in stages:
+        from posttrain.report import write_report
+
+        report = write_report(run.path)
+        run.mark_done("report")
+    else:
+        report = None
+    _summary(run, report)
+    return 0
+
+
+def run_stage(stage: str, recipe: Recipe, run: RunFolder) -> signal.Signals | None:
+    """Run one stage on Ray behind its bar, and mark it done.
+
+    Returns:
+        None when it is finished, else the signal that stopped it.
+
+    Raises:
+        StageFailedError: with the worker's message; the full traceback is in logs/<stage>.log.
+    """
+    import ray
+
+    board = start_board()
+    bar = Bar(stage)
+    handle = launch(stage, recipe, run.path.absolute(), board)
+    with _signals() as received:
+        asked = 0
+        while not handle.wait(POLL_SECONDS):
+            bar.update(ray.get(board.read.remote(stage)))
+            if len(received) > asked:
+                asked = len(received)
+                if asked > 1:
+                    handle.kill()
+                    break
+                ray.get(board.request_stop.remote())
+                print("\nstopping after this step; again: stop at once, the last checkpoint remains", file=sys.stderr)
+    outcome = _outcome(stage, board, handle, killed=asked > 1, run_path=run.path)
+    report = ray.get(board.read.remote(stage))
+    bar.close(report, outcome.kind)
+    ray.kill(board)
+    if outcome.kind == "failed":
+        error = StageFailedError(outcome.message)
+        error.exit_code = outcome.exit_code
+        raise error
+    if outcome.kind == "stopped":
+        return received[0] if received else signal.SIGINT
+    run.mark_done(stage, steps=report.step)
+    return None
+
+
+def _outcome(stage: str, board: Any, handle: StageHandle, *, killed: bool, run_path: Path) -> Outcome:
+    """How the stage ended: what the worker said, or what can be said for a worker that could not speak any more."""
+    import ray
+
+    if killed:
+        return Outcome(kind="stopped")
+    outcome: Outcome | None = ray.get(board.outcome.remote(stage))
+    error = handle.error()
+    log = run_path / "logs" / f"{stage}.log"
+    if outcome is not None and (outcome.kind != "done" or error is None):
+        if outcome.kind == "failed" and outcome.exit_code == 1:
+            return Outcome(kind="failed", message=f"{stage}: {outcome.message}\nthe traceback is in {log}", exit_code=1)
+        return outcome
+    reason = str(error).strip().splitlines()[-1] if error is not None and str(error).strip() else "no reason given"
+    return Outcome(
+        kind="failed",
+        message=f"{stage}: its worker died, perhaps for lack of memory ({reason}). See {log}; --resume continues from the last checkpoint",
+        exit_code=1,
+    )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT and SIGTERM in the list that is yielded, instead of ending the driver. In the main thread only."""
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    old = {number: signal.signal(number, lambda n, _: received.append(signal.Signals(n))) for number in EXIT_CODES}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _summary(run: RunFolder, report: Path | None) -> None:
+    results = run.path / "eval" / "results.json"
+    if results.is_file():
+        from posttrain.evaluation import format_table
+
+        print(format_table(json.loads(results.read_text(encoding="utf-8"))))
+    if report is not None:
+        print(f"report: {report}")

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from posttrain.balance import last_balance_loss
-from posttrain.runtime.checkpoints import AtomicCheckpoints
+from posttrain.runtime.checkpoints import AtomicCheckpoints, several_ranks
 from posttrain.runtime.worker import WorkerContext
 
 METRIC_NAMES = {
@@ -113,7 +113,7 @@ class RunFolderCallback(TrainerCallback):
 
 def agreed(stop: bool) -> bool:
     """Rank 0's answer on every rank: all must leave the loop at the same step."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not several_ranks():
         return stop
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     flag = torch.tensor([int(stop)], device=device)

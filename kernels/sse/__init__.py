@@ -1,0 +1,203 @@
+"""Sparse-state linear attention: a shared state that every token writes and reads, and N states of which a token touches R.
+
+    o, final_state = sse(q1, k1, g1, q2, k2, g2, v, weight, index, cu_seqlens=cu_seqlens, num_partitions=4)
+
+Inputs are packed: T tokens of S sequences one after another, no batch dimension. All backends work on the same chunk grid
+(`plan.py`), so training, prefill and decoding (`sse_extend` on a `ChunkState`) do the same arithmetic. Nothing here asks the
+device for a value in `sse` and `sse_gdn`.
+
+Shapes: T packed tokens, H heads, K key width, V value width, N partitions, R routed, S sequences, C chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs
+from posttrain.kernels.sse.chunked import chunked
+from posttrain.kernels.sse.chunked_gdn import chunked_gdn
+from posttrain.kernels.sse.decode import ChunkState, extend
+from posttrain.kernels.sse.reference import reference
+from posttrain.kernels.sse.routing import balance_loss, route
+
+Backend = Literal["reference", "torch", "triton"]
+
+__all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend"]
+
+
+def sse(
+    q1: Tensor | None,
+    k1: Tensor | None,
+    g1: Tensor | None,
+    q2: Tensor,
+    k2: Tensor,
+    g2: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    num_partitions: int,
+    v2: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    gate: Gate = "both",
+    chunk_size: int = 64,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SSE with a decay per key channel (GLA), differentiable in every floating-point input.
+
+    Per head, with e the token's weight for partition i, all other partitions untouched (neither written nor decayed):
+
+        S0 <- diag(exp g1) S0 + k1^T v        Si <- diag(exp g2) Si + (e k2)^T v        o = scale (q1 S0 + sum_i e q2 Si)
+
+    Args:
+        q1, k1, g1: [T, H, K] of the shared partition, g1 the log decay (<= 0); all None: there is no shared partition.
+        q2, k2, g2: [T, H, K] of the routed partitions, or [T, R, H, K] with a row a route.
+        v: [T, H, V]; v2: values of the routed partitions where they differ, [T, H, V] or [T, R, H, V].
+        weight: [T, R] the router's weights; index: [T, R] int64 in [0, N), distinct for a token.
+        cu_seqlens: [S+1] integers from 0 to T; a sequence may be empty. On the CPU it spares the GPU its longest possible scan.
+        num_partitions: N.
+        initial_state: [S, 1+N, H, K, V], row 0 the shared partition; zeros by default.
+        scale: K**-0.5 by default.
+        gate: where e goes: "both" (as above), "write" (k only), "read" (q only), "none".
+        chunk_size: C, the chunk of the grid; results differ by rounding only.
+        backend: "reference" (token loop), "torch" (chunked), "triton", or None for the best one here.
+
+    Returns:
+        o [T, H, V] in v's dtype, final_state [S, 1+N, H, K, V] in fp32 (float64 for float64 inputs). Arithmetic is fp32
+        whatever the inputs. A sequence's numbers do not depend on what it is packed with.
+
+    Raises:
+        ValueError: a shape, an option, or (inputs on the CPU only) a value is wrong; the triton backend was asked for.
+    """
+    x = check_inputs(
+        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=chunk_size, is_gdn=False,
+    )  # fmt: skip
+    return _run(x, backend)
+
+
+def sse_gdn(
+    q1: Tensor | None,
+    k1: Tensor | None,
+    g1: Tensor | None,
+    b1: Tensor | None,
+    q2: Tensor,
+    k2: Tensor,
+    g2: Tensor,
+    b2: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    num_partitions: int,
+    v2: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    gate: Gate = "both",
+    chunk_size: int = 64,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SSE with the gated delta rule; arguments as in `sse` save for the scalars a head g (log decay) and b (write strength).
+
+    Per head and touched partition: S <- exp(g) S; S <- S + b k^T (e v - k S); o += scale e q S (e = 1 in the shared partition).
+
+    Args:
+        g1, b1: [T, H]; g2, b2: [T, H] or [T, R, H].
+        q1, k1, q2, k2: as in `sse`, L2-normalised by the caller.
+        gate: "write" keeps e before v only, "read" before q only.
+
+    Raises:
+        ValueError: as `sse`.
+    """
+    x = check_inputs(
+        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=chunk_size, is_gdn=True,
+    )  # fmt: skip
+    return _run(x, backend)
+
+
+def sse_extend(
+    q1: Tensor | None,
+    k1: Tensor | None,
+    g1: Tensor | None,
+    q2: Tensor,
+    k2: Tensor,
+    g2: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    state: ChunkState,
+    slots: Tensor,
+    num_partitions: int,
+    v2: Tensor | None = None,
+    scale: float | None = None,
+    gate: Gate = "both",
+    strict: bool = False,
+) -> Tensor:
+    """Continues sequences on the chunk grid: `sse` over all tokens so far, of which only the new ones come back. No autograd.
+
+    Prefill is this on a reset slot; decoding is this with one token a sequence, which takes a faster path.
+
+    Args:
+        state: the layer's decode state, updated in place; its chunk size is the grid's.
+        slots: [S] int64, sequence s continues slot slots[s]; distinct.
+        strict: one-token calls too compute whole chunks, so that outputs are bitwise those of `sse` on the CPU.
+
+    Returns:
+        o [T, H, V] in v's dtype.
+
+    Raises:
+        ValueError: as `sse`; the state was allocated for other sizes; slots are out of range or repeated (on the CPU).
+    """
+    x = check_inputs(
+        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=None,
+        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=False, needs_state=False,
+    )  # fmt: skip
+    return extend(x, state, slots, strict=strict)
+
+
+def sse_gdn_extend(
+    q1: Tensor | None,
+    k1: Tensor | None,
+    g1: Tensor | None,
+    b1: Tensor | None,
+    q2: Tensor,
+    k2: Tensor,
+    g2: Tensor,
+    b2: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    state: ChunkState,
+    slots: Tensor,
+    num_partitions: int,
+    v2: Tensor | None = None,
+    scale: float | None = None,
+    gate: Gate = "both",
+    strict: bool = False,
+) -> Tensor:
+    """`sse_extend` for the gated delta rule; the state must be allocated with transition="gdn"."""
+    x = check_inputs(
+        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=None,
+        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=True, needs_state=False,
+    )  # fmt: skip
+    return extend(x, state, slots, strict=strict)
+
+
+def _run(x: Inputs, backend: Backend | None) -> tuple[Tensor, Tensor]:
+    if backend is None or backend == "torch":
+        return chunked_gdn(x) if x.is_gdn else chunked(x)
+    if backend == "reference":
+        return reference(x)
+    if backend == "triton":
+        raise ValueError("backend='triton' is not built yet; use backend='torch' (also the choice of backend=None) or 'reference'")
+    raise ValueError(f"backend={backend!r}, but it must be 'reference', 'torch', 'triton' or None")

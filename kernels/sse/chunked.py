@@ -1,0 +1,171 @@
+"""GLA on the chunk grid in plain PyTorch, with a hand-written backward pass.
+
+For one chunk of one head with start state S, rows q, k, v and accumulated decay G (inclusive), d = exp(G_C):
+
+    A  = tril(q exp(G) (k exp(-G))^T)         o  = A v + (q exp(G)) S
+    S' = d (S + (k exp(-G))^T v)
+
+Everything but S -> S' is one batched product over all chunks and heads; the scan is one step a chunk ordinal, all streams at
+once. Matrices whose decay is too strong for exp(-G) take `scores.nested_scores` and end-of-chunk decays instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.grid import GridMap
+from posttrain.kernels.sse.plan import ChunkPlan, Select, build_plan
+from posttrain.kernels.sse.scores import SPLIT_LIMIT, nested_scores, nested_scores_backward
+
+
+def chunked(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Runs checked GLA inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V]."""
+    plan = build_plan(
+        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None, longest=x.longest
+    )
+    m = GridMap(x, plan)
+    q, k, g, v = rows_on_grid(x, m)
+    initial = x.initial_state.to(x.dtype).flatten(0, 1)
+    o, final = _ChunkedGLA.apply(q, k, g, v, initial, plan)
+    return (m.gather(o) * x.scale).to(x.v.dtype), final.view(x.initial_state.shape)
+
+
+def rows_on_grid(x: Inputs, m: GridMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, g [NC,H,C,K] and v [NC,H,C,V], the router's weight multiplied in where the gate says so."""
+    q = m.scatter(x.q1, x.q2).to(x.dtype)
+    k = m.scatter(x.k1, x.k2).to(x.dtype)
+    g = m.scatter(x.g1, x.g2).to(x.dtype)
+    v = m.scatter_values(x).to(x.dtype)
+    if x.gate != "none":
+        weight = m.scatter_weight(x.weight.to(x.dtype))
+        q = q * weight if x.gate in ("both", "read") else q
+        k = k * weight if x.gate in ("both", "write") else k
+    return q, k, g, v
+
+
+def split_rows(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, g [B,C,K] -> q exp(G), k exp(-G), exp(G), exp(-G), and [B,C] whether the split form is safe for a row.
+
+    exp(-G) is cut at exp(SPLIT_LIMIT), which changes no safe row.
+    """
+    total = torch.cumsum(g, dim=-2)
+    safe = total.amin(-1) >= -SPLIT_LIMIT
+    decay = torch.exp(total)
+    growth = torch.exp(total.neg_().clamp_(max=SPLIT_LIMIT))
+    return q * decay, k * growth, decay, growth, safe
+
+
+def unsafe_matrices(safe: Tensor) -> Select | None:
+    """Which matrices need the nested form, from safe [B, C]; all of them on a GPU, where asking would make the host wait."""
+    if safe.device.type != "cpu":
+        return slice(None)
+    bad = (~safe.all(-1)).nonzero()[:, 0]
+    return bad if bad.numel() else None
+
+
+def chunk_products(q: Tensor, k: Tensor, g: Tensor, v: Tensor) -> dict[str, Tensor | Select | None]:
+    """Everything of a chunk that does not need its start state; q, k, g [B,C,K], v [B,C,V]. Shared with decoding.
+
+    Returns qs = q exp(G); ks = k exp(-G) and increment = d ks^T v (both replaced in the unsafe matrices); scores [B,C,C]; d [B,K];
+    the rest is for the backward pass.
+    """
+    qs, ks, decay, growth, safe = split_rows(q, k, g)
+    scores = torch.bmm(qs, ks.transpose(1, 2)).tril_()
+    d = decay[:, -1]
+    increment = torch.bmm(ks.transpose(1, 2), v).mul_(d[..., None])
+    unsafe = unsafe_matrices(safe)
+    after = None
+    if unsafe is not None:
+        nested, after = nested_scores(q[unsafe], k[unsafe], g[unsafe])
+        after = torch.exp(after)
+        scores[unsafe] = torch.where(safe[unsafe][..., None], scores[unsafe], nested)
+        end = torch.bmm((k[unsafe] * after).transpose(1, 2), v[unsafe])
+        increment[unsafe] = torch.where(safe[unsafe][:, -1, None, None], increment[unsafe], end)
+    return {
+        "qs": qs, "ks": ks, "decay": decay, "growth": growth, "scores": scores, "d": d, "increment": increment,
+        "safe": safe, "unsafe": unsafe, "after": after,
+    }  # fmt: skip
+
+
+def scan(d: Tensor, increment: Tensor, initial: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
+    """S' = d S + increment along every stream.
+
+    d [NC,H,K], increment [NC,H,K,V] (overwritten), initial [streams,H,K,V] -> the state at the start of every chunk [NC,H,K,V]
+    (the same storage), the final states [streams,H,K,V].
+    """
+    state = initial[plan.order]
+    for chunks, streams in plan.steps:
+        before = state[streams] if isinstance(chunks, Tensor) else state[streams].clone()
+        state[streams] = before * d[chunks][..., None] + increment[chunks]
+        increment[chunks] = before
+    return increment, state[plan.rank]
+
+
+class _ChunkedGLA(torch.autograd.Function):
+    """q, k, g [NC,H,C,K], v [NC,H,C,V], initial [streams,H,K,V] -> o [NC,H,C,V] (unscaled), final [streams,H,K,V]."""
+
+    @staticmethod
+    def forward(ctx, q, k, g, v, initial, plan):
+        flat = [a.flatten(0, 1) for a in (q, k, g, v)]
+        p = chunk_products(*flat)
+        grid = (*q.shape[:2], q.shape[-1], v.shape[-1])
+        boundary, final = scan(p["d"].view(grid[:3]), p["increment"].view(grid), initial, plan)
+        boundary = boundary.flatten(0, 1)
+        o = torch.bmm(p["scores"], flat[3])
+        o.baddbmm_(p["qs"], boundary)
+        ctx.plan, ctx.unsafe, ctx.shape = plan, p["unsafe"], grid
+        ctx.save_for_backward(*flat, p["qs"], p["ks"], p["decay"], p["growth"], p["scores"], p["safe"], p["after"], boundary, final)
+        return o.view(v.shape), final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):
+        q, k, g, v, qs, ks, decay, growth, scores, safe, after, boundary, final = ctx.saved_tensors
+        unsafe = ctx.unsafe
+        do = do.flatten(0, 1)
+        from_output = torch.bmm(qs.transpose(1, 2), do)
+        dstate, dtotal_end, dinitial = _scan_backward(decay[:, -1], from_output, boundary, final, dfinal, ctx.shape, ctx.plan)
+        decayed = dstate * decay[:, -1, :, None]
+        dscores = torch.bmm(do, v.transpose(1, 2)).tril_()
+        dq_nested = dk_nested = None
+        if unsafe is not None:
+            ok = safe[unsafe]
+            dq_nested, dk_nested = nested_scores_backward(q[unsafe], k[unsafe], g[unsafe], dscores[unsafe] * ~ok[..., None])
+            dscores[unsafe] *= ok[..., None]
+            strong = ~ok[:, -1, None, None]
+            at_end = dstate[unsafe] * strong
+            decayed[unsafe] *= ~strong
+            dk_nested += torch.bmm(v[unsafe], at_end.transpose(1, 2)) * after
+        dv = torch.bmm(scores.transpose(1, 2), do).baddbmm_(ks, decayed)
+        dq = torch.bmm(dscores, ks).baddbmm_(do, boundary.transpose(1, 2)).mul_(decay)
+        dk = torch.bmm(dscores.transpose(1, 2), qs).baddbmm_(v, decayed.transpose(1, 2)).mul_(growth)
+        if unsafe is not None:
+            dv[unsafe] += torch.bmm(k[unsafe] * after, at_end)
+            dq[unsafe] += dq_nested
+            dk[unsafe] += dk_nested
+        dtotal = (q * dq).addcmul_(k, dk, value=-1)
+        dtotal[:, -1] += dtotal_end
+        dg = dtotal.flip(1).cumsum_(1).flip(1)
+        keys, values = (*ctx.shape[:2], -1, ctx.shape[2]), (*ctx.shape[:2], -1, ctx.shape[3])
+        return dq.view(keys), dk.view(keys), dg.view(keys), dv.view(values), dinitial, None
+
+
+def _scan_backward(
+    d: Tensor, from_output: Tensor, boundary: Tensor, final: Tensor, dfinal: Tensor, shape: tuple[int, ...], plan: ChunkPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of `scan`: -> gradient of every chunk's end state [B,K,V], of log d [B,K], and of the initial states.
+
+    from_output [B,K,V] is the gradient that a chunk's own output sends to its start state.
+    """
+    d, from_output, boundary = d.view(shape[:3]), from_output.view(shape), boundary.view(shape)
+    dstate = dfinal[plan.order]
+    after = final[plan.order]
+    dend, dlog = torch.empty_like(from_output), torch.empty_like(d)
+    for chunks, streams in reversed(plan.steps):
+        current = dstate[streams]
+        dend[chunks] = current
+        dlog[chunks] = (current * after[streams]).sum(-1)
+        dstate[streams] = current * d[chunks][..., None] + from_output[chunks]
+        after[streams] = boundary[chunks]
+    return dend.flatten(0, 1), dlog.flatten(0, 1), dstate[plan.rank]

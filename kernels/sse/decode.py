@@ -1,0 +1,229 @@
+"""Decoding on the chunk grid: a sequence keeps, per partition, the state at its last chunk boundary and the rows since then.
+
+A new token is the next row of its partitions' unfinished chunks: it reads the boundary state and the pending rows. When a
+chunk is full it is folded into the boundary with the arithmetic of `chunked`, so boundaries are the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.chunked import chunk_products, rows_on_grid, scan
+from posttrain.kernels.sse.chunked_gdn import GDNScan, gdn_products, gdn_rows_on_grid
+from posttrain.kernels.sse.decode_one import one_token_gdn, one_token_gla
+from posttrain.kernels.sse.grid import GridMap
+from posttrain.kernels.sse.plan import ChunkPlan, build_plan
+
+Transition = Literal["gla", "gdn"]
+
+
+class ChunkState:
+    """One layer's decode state: pools indexed by slot, updated in place by `sse_extend`.
+
+    Attributes:
+        boundary: [slots, 1+N, H, K, V], the state at the last chunk boundary (row 0 the shared partition).
+        pending: rows since then, [slots, 1+N, H, C, .], zero past `count`: k (write gate applied; GLA), v (write gate applied;
+            gated delta rule), g, and b for the gated delta rule ([slots, 1+N, H, C]). Besides, what one-token steps reuse: GLA
+            `ks` = k exp(-G), the gated delta rule the corrections `u`.
+        total: float64 decay summed over the pending rows, [slots, 1+N, H, K] or [slots, 1+N, H].
+        count: [slots, 1+N] int64, pending rows, below C.
+    """
+
+    def __init__(self, boundary: Tensor, pending: dict[str, Tensor], total: Tensor, count: Tensor, transition: Transition) -> None:
+        self.boundary, self.pending, self.total, self.count, self.transition = boundary, pending, total, count, transition
+
+    @classmethod
+    def allocate(
+        cls,
+        num_slots: int,
+        num_partitions: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        chunk_size: int,
+        *,
+        transition: Transition = "gla",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> ChunkState:
+        """Zeroed pools. `dtype` is that of the pending rows; arithmetic and boundaries are fp32 (float64 with dtype float64).
+
+        Raises:
+            ValueError: a size below 1, or an unknown transition.
+        """
+        sizes = dict(num_slots=num_slots, num_partitions=num_partitions, heads=heads, key_dim=key_dim, value_dim=value_dim)
+        for name, size in {**sizes, "chunk_size": chunk_size}.items():
+            if size < 1:
+                raise ValueError(f"{name}={size}, but it must be at least 1")
+        if transition not in ("gla", "gdn"):
+            raise ValueError(f"transition={transition!r}, but it must be 'gla' or 'gdn'")
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        pool = (num_slots, 1 + num_partitions, heads)
+
+        def zeros(*tail: int, as_type: torch.dtype = wide) -> Tensor:
+            return torch.zeros(*pool, *tail, dtype=as_type, device=device)
+
+        pending = {"k": zeros(chunk_size, key_dim), "v": zeros(chunk_size, value_dim)}
+        if transition == "gla":
+            pending |= {"g": zeros(chunk_size, key_dim), "ks": zeros(chunk_size, key_dim)}
+            total = zeros(key_dim, as_type=torch.float64)
+        else:
+            pending |= {"g": zeros(chunk_size), "b": zeros(chunk_size), "u": zeros(chunk_size, value_dim)}
+            total = zeros(as_type=torch.float64)
+        count = torch.zeros(pool[:2], dtype=torch.int64, device=device)
+        return cls(zeros(key_dim, value_dim), pending, total, count, transition)
+
+    @property
+    def chunk_size(self) -> int:
+        return self.pending["k"].shape[3]
+
+    @property
+    def num_slots(self) -> int:
+        return self.count.shape[0]
+
+    @property
+    def nbytes_per_slot(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(a.nbytes for a in self._tensors().values()) // self.num_slots
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"boundary": self.boundary, "total": self.total, "count": self.count, **self.pending}
+
+    def reset(self, slots: Sequence[int] | Tensor) -> None:
+        """Empties slots for new sequences."""
+        slots = self._checked(slots)
+        for a in self._tensors().values():
+            a[slots] = 0
+
+    def fork(self, src: int, dst: Sequence[int] | Tensor) -> None:
+        """Copies one slot into others, bit for bit."""
+        (source,) = self._checked([src]).tolist()
+        dst = self._checked(dst)
+        for a in self._tensors().values():
+            a[dst] = a[source]
+
+    def export(self, slot: int) -> dict[str, Tensor]:
+        """CPU copies of one slot, for `load`."""
+        (slot,) = self._checked([slot]).tolist()
+        return {name: a[slot].detach().cpu().clone() for name, a in self._tensors().items()}
+
+    def load(self, slot: int, exported: dict[str, Tensor]) -> None:
+        """Puts an exported slot back, here or in another state of the same sizes.
+
+        Raises:
+            ValueError: a tensor is missing, foreign or of another shape.
+        """
+        (slot,) = self._checked([slot]).tolist()
+        own = self._tensors()
+        if exported.keys() != own.keys():
+            raise ValueError(f"an exported {self.transition} slot holds {sorted(own)}, got {sorted(exported)}")
+        for name, a in own.items():
+            if exported[name].shape != a.shape[1:]:
+                raise ValueError(f"{name} has shape {list(exported[name].shape)}, but this state needs {list(a.shape[1:])}")
+        for name, a in own.items():
+            a[slot] = exported[name].to(a.device, a.dtype)
+
+    def _checked(self, slots: Sequence[int] | Tensor) -> Tensor:
+        slots = torch.as_tensor(slots, dtype=torch.int64, device=self.count.device).reshape(-1)
+        if slots.device.type == "cpu" and slots.numel() and not (0 <= int(slots.min()) and int(slots.max()) < self.num_slots):
+            raise ValueError(f"slots must lie in [0, {self.num_slots}), got {slots.tolist()}")
+        return slots
+
+
+@torch.no_grad()
+def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
+    """See `sse_extend`; x is checked but for the state."""
+    slots = _check_state(x, state, slots)
+    tokens = x.v.shape[0]
+    if tokens == 0:
+        return torch.zeros_like(x.v)
+    one_each = x.longest == 1 if x.longest < tokens or tokens == 1 else bool((x.cu_seqlens.diff() == 1).all())
+    if one_each and tokens == slots.shape[0] and not strict:
+        o = one_token_gdn(x, state, slots) if x.is_gdn else one_token_gla(x, state, slots)
+        return (o * x.scale).to(x.v.dtype)
+    streams = (slots[:, None] * state.count.shape[1] + torch.arange(state.count.shape[1], device=slots.device)).reshape(-1)
+    plan = build_plan(
+        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None,
+        longest=x.longest, pending=state.count.view(-1)[streams],
+    )  # fmt: skip
+    m = GridMap(x, plan)
+    run = _extend_gdn if x.is_gdn else _extend_gla
+    o = run(x, state, streams, plan, m)
+    return (m.gather(o) * x.scale).to(x.v.dtype)
+
+
+def _check_state(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
+    transition = "gdn" if x.is_gdn else "gla"
+    if state.transition != transition:
+        raise ValueError(f"the state was allocated with transition={state.transition!r}, but this call needs {transition!r}")
+    needed = (1 + x.num_partitions, x.v.shape[1], x.q2.shape[-1], x.v.shape[2])
+    if tuple(state.boundary.shape[1:]) != needed:
+        raise ValueError(f"the state holds [1+N, H, K, V] = {list(state.boundary.shape[1:])}, but the inputs need {list(needed)}")
+    if state.boundary.device != x.v.device:
+        raise ValueError(f"the state is on {state.boundary.device}, but v is on {x.v.device}")
+    slots = state._checked(slots)
+    if slots.shape[0] != x.cu_seqlens.shape[0] - 1:
+        raise ValueError(f"slots must name one slot a sequence, got {slots.shape[0]} for {x.cu_seqlens.shape[0] - 1} sequences")
+    if slots.device.type == "cpu" and slots.unique().numel() != slots.numel():
+        raise ValueError(f"slots must differ, got {slots.tolist()}")
+    return slots
+
+
+def _prepend_pending(state: ChunkState, streams: Tensor, plan: ChunkPlan, rows: dict[str, Tensor]) -> None:
+    """Puts pending rows before the new ones of their chunk. Both are zero where the other has rows, so adding is exact."""
+    held = ((state.count.view(-1)[streams] > 0) & (plan.counts > 0)).nonzero()[:, 0]
+    if held.numel():
+        first = plan.chunk_of(held, torch.zeros_like(held))
+        for name, grid in rows.items():
+            grid[first] += state.pending[name].flatten(0, 1)[streams[held]]
+
+
+def _keep_unfinished(
+    state: ChunkState, streams: Tensor, plan: ChunkPlan, boundary: Tensor, final: Tensor, rows: dict[str, Tensor]
+) -> None:
+    """Stores the state at the last boundary and the rows after it, for the streams that received rows."""
+    touched = (plan.counts > 0).nonzero()[:, 0]
+    count = plan.counts[touched]
+    last = plan.chunk_of(touched, (count - 1) // plan.chunk_size)
+    rest = count % plan.chunk_size
+    open_chunk = rest > 0
+    target = streams[touched]
+
+    def kept(a: Tensor) -> Tensor:
+        return a[last] * open_chunk.view(-1, *[1] * (a.ndim - 1))
+
+    for name, grid in rows.items():
+        state.pending[name].flatten(0, 1)[target] = kept(grid)
+    state.total.flatten(0, 1)[target] = torch.cumsum(kept(rows["g"]).double(), dim=2)[:, :, -1]
+    state.boundary.flatten(0, 1)[target] = torch.where(open_chunk[:, None, None, None], boundary[last], final[touched])
+    state.count.view(-1)[target] = rest
+
+
+def _extend_gla(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, m: GridMap) -> Tensor:
+    q, k, g, v = rows_on_grid(x, m)
+    rows = {"k": k, "g": g, "v": v}
+    _prepend_pending(state, streams, plan, rows)
+    p = chunk_products(*(a.flatten(0, 1) for a in (q, k, g, v)))
+    shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
+    initial = state.boundary.flatten(0, 1)[streams]
+    boundary, final = scan(p["d"].view(shape[:3]), p["increment"].view(shape), initial, plan)
+    o = torch.bmm(p["scores"], v.flatten(0, 1)).baddbmm_(p["qs"], boundary.flatten(0, 1))
+    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "ks": p["ks"].view(k.shape)})
+    return o.view(v.shape)
+
+
+def _extend_gdn(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, m: GridMap) -> Tensor:
+    q, k, g, b, v = gdn_rows_on_grid(x, m)
+    rows = {"k": k, "g": g, "b": b, "v": v}
+    _prepend_pending(state, streams, plan, rows)
+    qd, attention, kd, d, u0, w = gdn_products(q, k, g, b, v)
+    boundary, u, final = GDNScan.apply(d, kd, u0, w, state.boundary.flatten(0, 1)[streams], plan)
+    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "u": u})
+    return torch.matmul(qd, boundary) + torch.matmul(attention, u)
+
+

@@ -1,0 +1,135 @@
+"""One new token for each of B sequences: J = (shared) + R rows a sequence, no loop over sequences.
+
+Touches only the pools' rows of the partitions in use; a chunk that fills is folded with the trainer's arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.chunked_gdn import gdn_products
+from posttrain.kernels.sse.scores import SPLIT_LIMIT, nested_scores
+
+if TYPE_CHECKING:
+    from posttrain.kernels.sse.decode import ChunkState
+
+
+def one_token_gla(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
+    """-> o [B,H,V] before the scale; state updated."""
+    rows, weight = _rows(x, slots)
+    q, k, g = (_pick(a, b, x) for a, b in ((x.q1, x.q2), (x.k1, x.k2), (x.g1, x.g2)))
+    v = _pick(x.v, x.v2, x)
+    if weight is not None:
+        q = q * weight if x.gate in ("both", "read") else q
+        k = k * weight if x.gate in ("both", "write") else k
+    pools = {name: a.flatten(0, 1) for name, a in state.pending.items()}
+    count = state.count.view(-1)[rows]
+    sums = state.total.flatten(0, 1)[rows].add_(g)
+    total = sums.to(x.dtype)
+    decay = torch.exp(total)
+    ks = k * torch.exp((-total).clamp_(max=SPLIT_LIMIT))
+    qs = q * decay
+    for name, row in (("k", k), ("g", g), ("v", v), ("ks", ks)):
+        pools[name][rows, :, count] = row
+    keys, values = pools["ks"][rows].flatten(0, 1), pools["v"][rows].flatten(0, 1)
+    boundary = state.boundary.flatten(0, 1)
+    start = boundary[rows].flatten(0, 1)
+    read = qs.flatten(0, 1)[:, None]
+    scores = torch.bmm(read, keys.transpose(1, 2))
+    strong = (total.amin((-1, -2)) < -SPLIT_LIMIT).nonzero()[:, 0]
+    if strong.numel():
+        scores.view(*q.shape[:2], -1)[strong] = _strong_scores(q[strong], pools["k"][rows[strong]], pools["g"][rows[strong]])
+    o = torch.bmm(scores, values).baddbmm_(read, start)
+    state.total.flatten(0, 1)[rows] = sums
+    state.count.view(-1)[rows] = count + 1
+    full = (count == x.chunk_size - 1).nonzero()[:, 0]
+    if full.numel():
+        target = rows[full]
+        boundary[target] = fold_gla(boundary[target], *(pools[n][target] for n in ("k", "g", "v", "ks")), total[full])
+        _clear(state, target)
+    return o.view(slots.shape[0], -1, *v.shape[1:]).sum(1)
+
+
+def _strong_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """q [n,H,K] against its chunk k, g [n,H,C,K], each key decayed by the rows after it -> [n,H,C]."""
+    after = g.flip(2).cumsum(2).flip(2) - g
+    return torch.einsum("nhk,nhck->nhc", q, k * torch.exp(after))
+
+
+def fold_gla(start: Tensor, k: Tensor, g: Tensor, v: Tensor, ks: Tensor, total: Tensor) -> Tensor:
+    """The state after a full chunk, as `chunked.scan` computes it: start [n,H,K,V], rows [n,H,C,.], total [n,H,K]."""
+    d = torch.exp(total)
+    flat_v = v.flatten(0, 1)
+    increment = torch.bmm(ks.flatten(0, 1).transpose(1, 2), flat_v).mul_(d.flatten(0, 1)[..., None])
+    strong = (total.flatten(0, 1).amin(-1) < -SPLIT_LIMIT).nonzero()[:, 0]
+    if strong.numel():
+        flat_k, flat_g = k.flatten(0, 1)[strong], g.flatten(0, 1)[strong]
+        _, after = nested_scores(flat_k, flat_k, flat_g)
+        increment[strong] = torch.bmm((flat_k * torch.exp(after)).transpose(1, 2), flat_v[strong])
+    return start * d[..., None] + increment.view(start.shape)
+
+
+def one_token_gdn(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
+    """As `one_token_gla`. A pending row's correction u never changes, so only the new one is solved for."""
+    assert x.b2 is not None
+    rows, weight = _rows(x, slots)
+    q, k, g, b = (_pick(a, c, x) for a, c in ((x.q1, x.q2), (x.k1, x.k2), (x.g1, x.g2), (x.b1, x.b2)))
+    v = _pick(x.v, x.v2, x)
+    if weight is not None:
+        q = q * weight if x.gate in ("both", "read") else q
+        v = v * weight if x.gate in ("both", "write") else v
+    pools = {name: a.flatten(0, 1) for name, a in state.pending.items()}
+    count = state.count.view(-1)[rows]
+    sums = state.total.flatten(0, 1)[rows].add_(g)
+    boundary = state.boundary.flatten(0, 1)
+    pending_g = pools["g"][rows].double()
+    decay = torch.exp(sums[..., None] - pending_g.cumsum(-1)).to(x.dtype).flatten(0, 1)[:, None]
+    asked = torch.stack([k, q], dim=2).flatten(0, 1)
+    found = torch.bmm(asked, boundary[rows].flatten(0, 1)).mul_(torch.exp(sums).to(x.dtype).flatten()[:, None, None])
+    scores = torch.bmm(asked, pools["k"][rows].flatten(0, 1).transpose(1, 2)).mul_(decay)
+    found = found.baddbmm_(scores, pools["u"][rows].flatten(0, 1)).view(*k.shape[:2], 2, -1)
+    u = b[..., None] * (v - found[:, :, 0])
+    o = found[:, :, 1] + (q * k).sum(-1, keepdim=True) * u
+    for name, row in (("k", k), ("g", g), ("b", b), ("v", v), ("u", u)):
+        pools[name][rows, :, count] = row
+    state.total.flatten(0, 1)[rows] = sums
+    state.count.view(-1)[rows] = count + 1
+    full = (count == x.chunk_size - 1).nonzero()[:, 0]
+    if full.numel():
+        target = rows[full]
+        boundary[target] = fold_gdn(boundary[target], *(pools[n][target] for n in ("k", "g", "b", "v")))
+        _clear(state, target)
+    return o.view(slots.shape[0], -1, *v.shape[1:]).sum(1)
+
+
+def fold_gdn(start: Tensor, k: Tensor, g: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """The state after a full chunk, as `chunked_gdn.GDNScan` computes it: start [n,H,K,V], rows [n,H,C,...]."""
+    _, _, kd, d, u0, w = gdn_products(torch.zeros_like(k), k, g, b, v)
+    return start * d[..., None, None] + torch.matmul(kd.transpose(-1, -2), u0 - torch.matmul(w, start))
+
+
+def _rows(x: Inputs, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Flat (slot, partition) of every row [B*J], and the router's weight [B*J,1,1] (None where the gate leaves it out)."""
+    partition = 1 + x.index
+    weight = x.weight.to(x.dtype)
+    if x.q1 is not None:
+        partition = torch.nn.functional.pad(partition, (1, 0))
+        weight = torch.nn.functional.pad(weight, (1, 0), value=1.0)
+    rows = slots[:, None] * (1 + x.num_partitions) + partition
+    return rows.reshape(-1), None if x.gate == "none" else weight.reshape(-1, 1, 1)
+
+
+def _pick(first: Tensor | None, second: Tensor, x: Inputs) -> Tensor:
+    """first [B,H,.] (the shared rows) and second [B,1|R,H,.] -> [B*J,H,.] in the order of `_rows`."""
+    routed = second.expand(-1, x.index.shape[1], *second.shape[2:])
+    both = routed if x.q1 is None or first is None else torch.cat([first[:, None], routed], dim=1)
+    return both.flatten(0, 1).to(x.dtype)
+
+
+def _clear(state: ChunkState, rows: Tensor) -> None:
+    for a in (*state.pending.values(), state.total, state.count):
+        a.flatten(0, 1)[rows] = 0

@@ -1,0 +1,187 @@
+"""Softmax attention of the hybrid's attention layers: grouped queries, RoPE, optional q/k norm, optional sliding window.
+
+Packed training and prefill: one `scaled_dot_product_attention` a sequence, so a sequence's numbers cannot depend on its
+neighbours. On CUDA in bf16 or fp16, PyTorch's variable-length kernel (2.11 and later) takes all sequences in one call.
+One-token decode: one batched product over all sequences, with the key/value rows behind a sequence's end masked out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posttrain.models.cache import KVPool
+from posttrain.models.linear import Linear, RMSNorm
+from posttrain.models.sse_h.configuration import SSEHConfig
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+
+class RotaryTable:
+    """cos and sin of every position up to the longest one asked for, in fp32, kept by device and grown by doubling.
+
+    Not a buffer: it is derived from the configuration, and a model built on the meta device has no storage to fill.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim = head_dim
+        self.theta = theta
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """cos, sin, each [T, 1, head_dim / 2], for int64 positions [T], all below `longest`."""
+        table = self._tables.get(positions.device)
+        if table is None or table.shape[0] < longest:
+            size = max(1024, 1 << (longest - 1).bit_length())
+            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+            # float64, then rounded: the table's bits do not depend on its size.
+            angle = torch.arange(size, dtype=torch.float64)[:, None] * self.theta**-exponent
+            table = torch.stack((angle.cos(), angle.sin()), dim=1).float().to(positions.device)
+            self._tables[positions.device] = table
+        cos, sin = table.index_select(0, positions).unbind(1)
+        return cos[:, None], sin[:, None]
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, H, D] in fp32; the pair of channel i is i + D/2, as in Llama and Qwen."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class AttentionMixer(nn.Module):
+    """x [T, hidden] -> [T, hidden], causal within each packed sequence."""
+
+    def __init__(self, config: SSEHConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.window: int | None = config.sliding_window if sliding else None
+        hidden = config.hidden_size
+        self.q_proj = Linear(hidden, self.heads * self.head_dim, bias=False)
+        self.k_proj = Linear(hidden, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(hidden, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(self.heads * self.head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Sequence[int],
+        cu_seqlens: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        pool: KVPool | None = None,
+        slots: Sequence[int] = (),
+        starts: Sequence[int] = (),
+    ) -> Tensor:
+        """`lengths` and `cu_seqlens` [S+1] bound the packed sequences, none empty; with a `pool`, sequence s continues
+        slot `slots[s]`, which holds `starts[s]` tokens."""
+        tokens = x.shape[0]
+        q = self.q_proj(x).view(tokens, self.heads, self.head_dim)
+        k = self.k_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if pool is not None:
+            o = self._extend(q, k, v, lengths, pool, slots, starts)
+        elif self._use_varlen(q):
+            o = self._varlen(q, k, v, lengths, cu_seqlens)
+        else:
+            pieces = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
+            outs = [self._one_sequence(*piece) for piece in pieces]
+            o = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.o_proj(o.reshape(tokens, -1))
+
+    @staticmethod
+    def _use_varlen(q: Tensor) -> bool:
+        return varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
+        if self.kv_heads != self.heads:
+            group = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        cu = cu_seqlens.to(device=q.device, dtype=torch.int32, non_blocking=True)
+        longest = max(lengths)
+        window = (-1 if self.window is None else self.window - 1, 0)
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
+
+    def _one_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of n new tokens q [n, H, D] over m >= n keys and values [m, H_kv, D], the last n of them their own."""
+        n, m = q.shape[0], k.shape[0]
+        full = n == m and (self.window is None or m <= self.window)
+        mask = None if full else self._mask(n, m, q.device)
+        o = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=full,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        return o[0].transpose(0, 1)
+
+    def _mask(self, n: int, m: int, device: torch.device) -> Tensor:
+        behind = torch.arange(m - n, m, device=device)[:, None] - torch.arange(m, device=device)[None]
+        return behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+
+    def _extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int],
+        pool: KVPool,
+        slots: Sequence[int],
+        starts: Sequence[int],
+    ) -> Tensor:
+        """Writes the new keys and values, then attends. One-token sequences always take the batched path and longer ones always
+        the loop, so the path that a sequence takes does not depend on its company."""
+        if max(lengths) == 1:
+            pool.append(k, v, slots, starts)
+            return self._decode(q, pool, slots, [start + 1 for start in starts])
+        o = torch.empty_like(q)
+        singles: list[tuple[int, int, int]] = []
+        row = 0
+        for n, slot, start in zip(lengths, slots, starts, strict=True):
+            if n == 1:
+                singles.append((row, slot, start))
+            else:
+                keys, values = pool.extend(k[row : row + n], v[row : row + n], slot, start)
+                o[row : row + n] = self._one_sequence(q[row : row + n], keys, values)
+            row += n
+        if singles:
+            rows, some, begin = (list(part) for part in zip(*singles, strict=True))
+            index = torch.tensor(rows, device=q.device)
+            pool.append(k[index], v[index], some, begin)
+            o[index] = self._decode(q[index], pool, some, [start + 1 for start in begin])
+        return o
+
+    def _decode(self, q: Tensor, pool: KVPool, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """One query a sequence, q [S, H, D], over the first `lengths[s]` rows of each slot -> [S, H, D].
+
+        Bits do not depend on the batch or on the pool's capacity: rows are read in whole blocks of `KVPool.BLOCK`, those behind
+        the end add exact zeros, and products of at most two query rows take a path whose sums run in order of the rows.
+        """
+        group = self.heads // self.kv_heads
+        keys, values, mask = pool.view(slots, lengths, self.window)  # [S, H_kv, L, D] twice, [S, L]
+        count, _, longest, dim = keys.shape
+        flat_keys, flat_values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+        scaled = (q * dim**-0.5).view(count * self.kv_heads, group, dim)
+        outs = []
+        for first in range(0, group, 2):
+            scores = torch.bmm(scaled[:, first : first + 2], flat_keys).float()
+            scores = scores.view(count, self.kv_heads, -1, longest).masked_fill(mask[:, None, None], float("-inf"))
+            weights = torch.softmax(scores, dim=-1).to(q.dtype).flatten(0, 1)
+            outs.append(torch.bmm(weights, flat_values))
+        o = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        return o.view(count, self.heads, dim)

@@ -1,0 +1,209 @@
+"""The SSE token mixers: sparse state expansion with a GLA transition (`sse`) or the gated delta rule (`sse_gdn`).
+
+Parameter names are those of published SSE checkpoints (q_proj k_proj v_proj lora_{q,k}_proj.{0,1} gk_proj.{0,1}.{0,1} e_proj
+g_proj.{0,1} o_norm o_proj; gated delta rule: b_proj a_proj A_log dt_bias), so that they map one to one.
+Pair index 0 (and the first half of the gated delta rule's gates) drives the shared partition, 1 the routed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
+from posttrain.models.linear import Linear, RMSNorm, elementwise, silu
+from posttrain.models.sse_h.configuration import SSEHConfig
+
+# Under the root of the L2 norm of queries and keys, as in the published gated-delta layers.
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerOutput:
+    """o [T, H, V] before the output norm (for tests), y [T, hidden], the balance loss (training) and the partitions [T, R]."""
+
+    o: Tensor
+    y: Tensor
+    balance_loss: Tensor | None
+    index: Tensor
+
+
+def low_rank(inputs: int, rank: int, outputs: int, *, bias: bool = False) -> nn.Sequential:
+    return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias))
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _L2_EPS)).to(x.dtype)
+
+
+class SSEMixerBase(nn.Module):
+    """What both transitions share: projections, router, output norm and gate. x [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, config: SSEHConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.partitions, self.selected = config.num_partitions, config.num_selected
+        self.chunk_size = config.chunk_size
+        self.router_gate = config.router_gate
+        self.projections = config.projections
+        self.shared_partition = config.shared_partition
+        hidden, width = config.hidden_size, self.heads * self.head_dim
+        self.q_proj = Linear(hidden, width, bias=False)
+        self.k_proj = Linear(hidden, width, bias=False)
+        self.v_proj = Linear(hidden, width, bias=False)
+        if self.projections == "adapter":
+            self.lora_q_proj = low_rank(hidden, config.adapter_rank, width)
+            self.lora_k_proj = low_rank(hidden, config.adapter_rank, width)
+        elif self.projections == "partition":
+            self.partition_q_proj = Linear(hidden, self.partitions * width, bias=False)
+            self.partition_k_proj = Linear(hidden, self.partitions * width, bias=False)
+            self.partition_v_proj = Linear(hidden, self.partitions * width, bias=False)
+        self.e_proj = Linear(hidden, self.partitions, bias=False)
+        self.g_proj = low_rank(hidden, config.output_gate_rank, width) if config.use_output_gate else None
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = Linear(width, hidden, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        state: ChunkState | None = None,
+        slots: Tensor | None = None,
+        router_index: Tensor | None = None,
+        with_balance_loss: bool = False,
+    ) -> MixerOutput:
+        """`router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
+        probs, weight, index = self._route(x, router_index)
+        q1, k1, q2, k2, v, v2 = self._project(x, index)
+        common: dict[str, Any] = {"num_partitions": self.partitions, "cu_seqlens": cu_seqlens, "gate": self.router_gate}
+        if v2 is not None:
+            common["v2"] = v2
+        if state is not None:
+            common.update(state=state, slots=slots)
+        o = self._mix(x, q1, k1, q2, k2, v, weight, index, common)
+        y = self.o_norm(o).reshape(x.shape[0], -1)
+        if self.g_proj is not None:
+            y = y * silu(self.g_proj(x))
+        balance = balance_loss(probs, index) if with_balance_loss else None
+        return MixerOutput(o=o, y=self.o_proj(y), balance_loss=balance, index=index)
+
+    def _route(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.e_proj(x)
+        if given is None:
+            return route(logits, self.selected)
+        probs = torch.softmax(logits.float(), dim=-1)
+        index = given.to(device=x.device, dtype=torch.long)
+        return probs, probs.gather(-1, index), index
+
+    def _project(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q1, k1 [T, H, K], q2, k2 ([T, R, H, K] with a projection a partition), v [T, H, V] and v2 [T, R, H, V] or None."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self._heads(silu(self.v_proj(x)))
+        q1, k1 = self._heads(silu(q)), self._map_key(k)
+        if self.projections == "shared":
+            return q1, k1, q1, k1, v, None
+        if self.projections == "adapter":
+            return q1, k1, self._heads(silu(q + self.lora_q_proj(x))), self._map_key(k + self.lora_k_proj(x)), v, None
+        q2, k2, v2 = (self._chosen(p(x), index) for p in (self.partition_q_proj, self.partition_k_proj, self.partition_v_proj))
+        return q1, k1, self._heads(silu(q2)), self._map_key(k2), v, self._heads(silu(v2))
+
+    def _chosen(self, x: Tensor, index: Tensor) -> Tensor:
+        """[T, N * width] -> [T, R, width], the rows of the selected partitions."""
+        x = x.view(x.shape[0], self.partitions, -1)
+        return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.heads, self.head_dim)
+
+    def _map_key(self, k: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _mix(
+        self,
+        x: Tensor,
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        common: dict[str, Any],
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def init_extra(self, init: Any) -> None:
+        """Initial values that differ from a plain normal; `init` is transformers' module, which spares loaded parameters."""
+        if self.projections == "adapter":
+            init.zeros_(self.lora_q_proj[1].weight)
+            init.zeros_(self.lora_k_proj[1].weight)
+
+
+class SSEMixer(SSEMixerBase):
+    """GLA transition: a log decay a key channel, from a low-rank gate a partition kind."""
+
+    def __init__(self, config: SSEHConfig) -> None:
+        super().__init__(config)
+        self.key_map = config.key_map
+        self.normalizer = config.gate_logit_normalizer
+        width = self.heads * self.head_dim
+        self.gk_proj = nn.ModuleList(low_rank(config.hidden_size, config.gate_rank, width, bias=True) for _ in range(2))
+
+    def _map_key(self, k: Tensor) -> Tensor:
+        if self.key_map == "silu":
+            return self._heads(silu(k))
+        return torch.softmax(self._heads(k), dim=-1, dtype=torch.float32).to(k.dtype)
+
+    def _mix(self, x, q1, k1, q2, k2, v, weight, index, common):
+        g1, g2 = (self._heads(elementwise(F.logsigmoid, gate(x).float()) / self.normalizer) for gate in self.gk_proj)
+        shared = (q1, k1, g1) if self.shared_partition else (None, None, None)
+        if "state" in common:
+            return sse_extend(*shared, q2, k2, g2, v, weight, index, **common)
+        return sse(*shared, q2, k2, g2, v, weight, index, chunk_size=self.chunk_size, **common)[0]
+
+
+class SSEGDNMixer(SSEMixerBase):
+    """Gated delta rule: a log decay and a write strength, scalars a head; keys are silu, q and k are L2-normalised."""
+
+    def __init__(self, config: SSEHConfig) -> None:
+        super().__init__(config)
+        self.b_proj = Linear(config.hidden_size, 2 * self.heads, bias=False)
+        self.a_proj = Linear(config.hidden_size, 2 * self.heads, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(2 * self.heads))
+        self.dt_bias = nn.Parameter(torch.zeros(2 * self.heads))
+
+    def _map_key(self, k: Tensor) -> Tensor:
+        return self._heads(silu(k))
+
+    def _mix(self, x, q1, k1, q2, k2, v, weight, index, common):
+        q1, k1 = l2_normalize(q1), l2_normalize(k1)
+        if self.router_gate == "pre_norm":
+            # The published layers' order: the norm cancels the weight again, except where it is tiny beside the norm's epsilon.
+            scale = weight.to(q2.dtype)[..., None, None]
+            q2, k2 = ((x2 if x2.dim() == 4 else x2[:, None]) * scale for x2 in (q2, k2))
+            common = {**common, "gate": "none"}
+        q2, k2 = l2_normalize(q2), l2_normalize(k2)
+        g = -self.A_log.float().exp() * elementwise(F.softplus, self.a_proj(x).float() + self.dt_bias.float())
+        b = elementwise(torch.sigmoid, self.b_proj(x).float())
+        (g1, g2), (b1, b2) = g.chunk(2, dim=-1), b.chunk(2, dim=-1)
+        shared = (q1, k1, g1, b1) if self.shared_partition else (None, None, None, None)
+        if "state" in common:
+            return sse_gdn_extend(*shared, q2, k2, g2, b2, v, weight, index, **common)
+        return sse_gdn(*shared, q2, k2, g2, b2, v, weight, index, chunk_size=self.chunk_size, **common)[0]
+
+    def init_extra(self, init: Any) -> None:
+        """Mamba-2's ranges: A in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        super().init_extra(init)
+        init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(1, 16).log())
+        dt = torch.exp(torch.rand_like(self.dt_bias) * math.log(100) + math.log(0.001))
+        init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))
+
+
+def make_sse_mixer(config: SSEHConfig, kind: str) -> SSEMixerBase:
+    return SSEMixer(config) if kind == "sse" else SSEGDNMixer(config)

@@ -1,0 +1,365 @@
+"""SSE-H: one decoder family whose token mixer is chosen a layer by `SSEHConfig.layer_types`.
+
+    packed   forward(input_ids [1, T], cu_seq_lens_q [S+1])         sequences one after the other, no padding
+    padded   forward(input_ids [B, T], attention_mask [B, T])       left or right padding; unpadded first, put back afterwards
+    decode   forward(..., past_key_values=SlotCache)                sequence s continues slot `cache.slots[s]`
+
+Between embedding and final norm everything is packed, [T, hidden]: padding never reaches a state, a router or the balance loss,
+positions restart at each sequence, and on CPU a sequence gets bitwise the numbers it gets alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from posttrain.models.cache import KVPool, SlotCache
+from posttrain.models.linear import Linear, RMSNorm, SwiGLU
+from posttrain.models.loss import chunked_cross_entropy, shift_labels
+from posttrain.models.packing import Packing, make_packing
+from posttrain.models.sizes import SSE_LAYER_TYPES
+from posttrain.models.sse_h.configuration import SSEHConfig
+from posttrain.models.sse_h.mixer_attention import AttentionMixer, RotaryTable
+from posttrain.models.sse_h.mixer_sse import SSEMixerBase, make_sse_mixer
+
+
+@dataclass
+class SSEHModelOutput(ModelOutput):
+    """Output of the backbone.
+
+    last_hidden_state: [B, columns, hidden], zeros at padding.
+    balance_loss: sum over the SSE layers, without its coefficient; None outside training.
+    router_indices: int64 [SSE layers, T, R] over the packed real tokens, where asked for.
+    hidden_states: input of every layer and the output, each [B, columns, hidden], where asked for.
+    """
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: SlotCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    balance_loss: Tensor | None = None
+    router_indices: Tensor | None = None
+
+
+@dataclass
+class SSEHCausalLMOutput(ModelOutput):
+    """Output of the language model; `loss` includes the weighted balance loss in training, `logits` are None where skipped."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: SlotCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    balance_loss: Tensor | None = None
+    router_indices: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What every layer needs to know about the packed tokens of one forward. `lengths` has no empty sequence."""
+
+    lengths: list[int]
+    cu_seqlens: Tensor
+    rotary: tuple[Tensor, Tensor] | None
+    with_balance_loss: bool
+    cache: SlotCache | None = None
+    slots: list[int] | None = None
+    slot_tensor: Tensor | None = None
+    starts: list[int] | None = None
+
+
+class SSEHDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: SSEHConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        kind = config.layer_types[layer_idx]
+        self.routed = kind in SSE_LAYER_TYPES
+        self.mixer: nn.Module = make_sse_mixer(config, kind) if self.routed else AttentionMixer(config, layer_idx)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, step: Step, router_index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x [T, hidden] -> (x [T, hidden], balance loss or None, partitions [T, R] or None)."""
+        h = self.input_layernorm(x)
+        state = step.cache.states[self.layer_idx] if step.cache is not None else None
+        balance = index = None
+        if self.routed:
+            out = self.mixer(
+                h,
+                cu_seqlens=step.cu_seqlens,
+                state=state,
+                slots=step.slot_tensor,
+                router_index=router_index,
+                with_balance_loss=step.with_balance_loss,
+            )
+            x, balance, index = x + out.y, out.balance_loss, out.index
+        else:
+            pool = {"pool": state, "slots": step.slots, "starts": step.starts} if isinstance(state, KVPool) else {}
+            x = x + self.mixer(h, lengths=step.lengths, cu_seqlens=step.cu_seqlens, rotary=step.rotary, **pool)
+        return x + self.mlp(self.post_attention_layernorm(x)), balance, index
+
+
+class SSEHPreTrainedModel(PreTrainedModel):
+    config: SSEHConfig
+    config_class = SSEHConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SSEHDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    # Recurrent state cannot be cropped, which assisted generation would need.
+    _is_stateful = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, SSEMixerBase):
+            module.init_extra(init)
+
+
+class SSEHModel(SSEHPreTrainedModel):
+    """The backbone. After a forward in training mode, `balance_loss` holds the weighted, differentiable balance loss (or None):
+    a trainer that computes its own loss from the hidden states adds it."""
+
+    def __init__(self, config: SSEHConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(SSEHDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryTable(config.head_dim, config.rope_theta)
+        self.balance_loss: Tensor | None = None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        past_key_values: SlotCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        router_indices: Tensor | None = None,
+        output_router_indices: bool = False,
+        output_hidden_states: bool | None = None,
+        packing: Packing | None = None,
+        **unused: Any,
+    ) -> SSEHModelOutput:
+        """See the module's text. Keyword arguments of flash attention (cu_seq_lens_k, max_length_q, ...) are accepted and ignored.
+
+        Args:
+            position_ids: used only for [1, T] input without `cu_seq_lens_q`, mask and cache: a sequence starts where they restart.
+            use_cache: True makes a SlotCache with a slot a row where none is given. Off by default, unlike in transformers: the
+                decode path has no gradients.
+            router_indices: [SSE layers, T, R] over the packed real tokens: replayed instead of the router's choice.
+            packing: of this input, where the caller has made it already.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        if packing is None:
+            packing = self.make_packing(source, attention_mask, cu_seq_lens_q, position_ids, past_key_values)
+        if use_cache and past_key_values is None:
+            past_key_values = SlotCache(
+                self.config, len(packing.lengths), device=source.device, dtype=self.embed_tokens.weight.dtype
+            )
+        step = self._make_step(packing, past_key_values, source.device)
+        x = self.embed_tokens(packing.pack(input_ids)) if inputs_embeds is None else packing.pack(inputs_embeds)
+        self._check_router_indices(router_indices, x.shape[0])
+        hidden, balances, indices = [], [], []
+        routed = 0
+        for layer in self.layers:
+            if output_hidden_states:
+                hidden.append(packing.unpack(x))
+            given = None
+            if layer.routed and router_indices is not None:
+                given = router_indices[routed]
+            x, balance, index = layer(x, step, given)
+            routed += layer.routed
+            if balance is not None:
+                balances.append(balance)
+            if index is not None and output_router_indices:
+                indices.append(index)
+        x = self.norm(x)
+        if past_key_values is not None:
+            past_key_values.advance(step.slots, step.lengths)
+            past_key_values.columns += packing.shape[1] if cu_seq_lens_q is None else 0
+        last = packing.unpack(x)
+        if past_key_values is not None and packing.tokens is not None:
+            # generate() samples from the last column: in a right-padded row that is the row's last real token.
+            last[:, -1] = packing.last_rows(x)
+        total = torch.stack(balances).sum() if balances else None
+        self.balance_loss = None if total is None else self.config.balance_loss_coef * total
+        return SSEHModelOutput(
+            last_hidden_state=last,
+            past_key_values=past_key_values,
+            hidden_states=(*hidden, last) if output_hidden_states else None,
+            balance_loss=total,
+            router_indices=torch.stack(indices) if indices else None,
+        )
+
+    @staticmethod
+    def make_packing(
+        source: Tensor,
+        attention_mask: Tensor | None,
+        cu_seq_lens_q: Tensor | None,
+        position_ids: Tensor | None,
+        cache: SlotCache | None,
+    ) -> Packing:
+        """Boundaries of an input whose first two dimensions are [B, columns]; raises ValueError on an empty one."""
+        shape = (source.shape[0], source.shape[1])
+        if 0 in shape:
+            raise ValueError(f"the input is empty: its shape is {list(source.shape)}")
+        return make_packing(
+            shape,
+            attention_mask=attention_mask,
+            cu_seq_lens_q=cu_seq_lens_q,
+            position_ids=position_ids if cache is None else None,
+        )
+
+    def _make_step(self, packing: Packing, cache: SlotCache | None, device: torch.device) -> Step:
+        lengths = [n for n in packing.lengths if n]
+        if not lengths:
+            raise ValueError("the input has no real token: every position is padding")
+        slots = slot_tensor = None
+        starts = [0] * len(lengths)
+        if cache is not None:
+            if self.training and torch.is_grad_enabled():
+                raise ValueError("a cache has no gradients: call the model under torch.no_grad(), in eval mode, or without it")
+            if len(cache.slots) != len(packing.lengths):
+                raise ValueError(
+                    f"the cache is bound to {len(cache.slots)} slots, but the input has {len(packing.lengths)} sequences; "
+                    "bind() one slot a sequence"
+                )
+            slots, slot_tensor = cache.slots, cache.slot_tensor
+            if len(lengths) != len(packing.lengths):
+                kept = [i for i, n in enumerate(packing.lengths) if n]
+                slots, slot_tensor = [slots[i] for i in kept], slot_tensor[kept]
+            cache.check_room(slots, lengths)
+            starts = [cache.lengths[slot] for slot in slots]
+        rotary = None
+        if self.config.attention_layers:
+            if max(lengths) == 1:
+                positions = torch.tensor(starts)
+            else:
+                positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)])
+            longest = max(a + n for a, n in zip(starts, lengths, strict=True))
+            rotary = self.rotary(positions.to(device, non_blocking=True), longest)
+        return Step(
+            lengths=lengths,
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+            rotary=rotary,
+            with_balance_loss=self.training,
+            cache=cache,
+            slots=slots,
+            slot_tensor=slot_tensor,
+            starts=starts,
+        )
+
+    def _check_router_indices(self, given: Tensor | None, tokens: int) -> None:
+        want = (len(self.config.sse_layers), tokens, self.config.num_selected)
+        if given is not None and tuple(given.shape) != want:
+            raise ValueError(f"router_indices must be [SSE layers, packed tokens, selected] = {list(want)}, got {list(given.shape)}")
+
+
+class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SSEHConfig) -> None:
+        super().__init__(config)
+        self.model = SSEHModel(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """generate() leaves the cache to the first forward, which makes a SlotCache with a slot a row."""
+        return False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        past_key_values: SlotCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        router_indices: Tensor | None = None,
+        output_router_indices: bool = False,
+        output_hidden_states: bool | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> SSEHCausalLMOutput:
+        """Logits [B, columns, vocabulary], or of the columns in `logits_to_keep`; with labels also the loss.
+
+        Args:
+            labels: [B, columns], shifted inside as in transformers; -100 does not count. A sequence's first token is never a
+                target, so nothing is predicted across a boundary of the packing.
+            shift_labels: labels that were shifted already.
+            logits_to_keep: the last n columns (0: all), or a LongTensor of columns (rows of a packed input).
+            num_items_in_batch: divides the summed cross-entropy instead of this batch's own count (gradient accumulation).
+            skip_logits: do not compute logits; default: in training with labels, where the loss is made in chunks of rows.
+        """
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        if source is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        packing = self.model.make_packing(source, attention_mask, cu_seq_lens_q, position_ids, past_key_values)
+        outputs = self.model(
+            input_ids=input_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            router_indices=router_indices,
+            output_router_indices=output_router_indices,
+            output_hidden_states=output_hidden_states,
+            packing=packing,
+        )
+        hidden = outputs.last_hidden_state
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self._loss(hidden, packing, labels, shift_labels, num_items_in_batch)
+        if skip_logits is None:
+            skip_logits = self.training and loss is not None
+        logits = None
+        if not skip_logits:
+            columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, columns])
+        return SSEHCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            balance_loss=outputs.balance_loss,
+            router_indices=outputs.router_indices,
+        )
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        packing: Packing,
+        labels: Tensor | None,
+        shifted: Tensor | None,
+        num_items: Tensor | int | None,
+    ) -> Tensor:
+        targets = packing.pack(shifted) if shifted is not None else shift_labels(packing.pack(labels), packing.lengths)
+        loss = chunked_cross_entropy(packing.pack(hidden), targets.to(hidden.device), self.lm_head, num_items=num_items)
+        return loss if self.model.balance_loss is None else loss + self.model.balance_loss

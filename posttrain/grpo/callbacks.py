@@ -1,0 +1,92 @@
+"""Between the Hugging Face loop and the run: metrics, progress, orderly stops, checkpoints at the right steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from posttrain.runtime.worker import WorkerContext
+
+# What the loop logs that is no metric of a step.
+NOT_METRICS = ("total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
+SHOWN = {"reward": "reward", "completions/mean_length": "length", "entropy": "entropy"}
+
+
+class GenerationStopped(Exception):  # noqa: N818 - an answer to Ctrl-C, not an error
+    """Raised out of a generation that the user interrupted: nothing of the step has been trained."""
+
+
+class RunCallback(TrainerCallback):
+    """Metrics into the run folder, progress to the driver, stops and checkpoints only between generation batches.
+
+    A checkpoint in the middle of a generation batch would lose the rest of the batch's experience and train its first part
+    twice after a resume, so a save that falls there waits for the batch's last step, and so does a stop.
+
+    Args:
+        context: of this worker.
+        append: called as `append(step, metrics)` on the main process at every log.
+        at_boundary: whether a generation comes right after this step.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        append: Callable[[int, dict[str, float]], None],
+        at_boundary: Callable[[int], bool],
+    ) -> None:
+        self.stopped = False
+        self._context = context
+        self._append = append
+        self._at_boundary = at_boundary
+        self._save_due = False
+        self._shown: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._context.report(state.global_step, state.max_steps, force=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._context.report(state.global_step, state.max_steps, **self._shown)
+        self._save_due = self._save_due or control.should_save
+        self.stopped = self.stopped or (state.global_step < state.max_steps and agreed(self._context.stop_requested()))
+        if not self._at_boundary(state.global_step):
+            # The last step needs no checkpoint that one could resume from: the final weights are saved after it.
+            control.should_save = False
+            return
+        control.should_save = self._save_due or self.stopped
+        control.should_training_stop = control.should_training_stop or self.stopped
+        self._save_due = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+            return
+        metrics = {name: float(value) for name, value in logs.items() if value is not None and name not in NOT_METRICS}
+        self._append(state.global_step, metrics)
+        self._shown = {short: metrics[name] for name, short in SHOWN.items() if name in metrics}
+
+    def progress(self, step: int, total: int) -> Callable[[int, int, int], None]:
+        """An `on_progress` for the generator: shows that something happens, and leaves it when the user asked to stop.
+
+        Args:
+            step: optimiser steps done; total: those of the run.
+        """
+
+        def on_progress(done: int, completions: int, tokens: int) -> None:
+            self._context.report(step, total, note=f"generating {done}/{completions}", **self._shown)
+            # With several processes the others could not know; they stop together at the end of the step.
+            if self._context.world_size == 1 and self._context.stop_requested():
+                raise GenerationStopped
+
+        return on_progress
+
+
+def agreed(stop: bool) -> bool:
+    """Rank 0's answer on every rank: all must leave the loop at the same step."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return stop
+    flag = torch.tensor([int(stop)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())

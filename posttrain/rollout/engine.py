@@ -1,0 +1,407 @@
+"""The generator: continuous batching over slots, one prefill a prompt, one packed forward a decoded token.
+
+    step() = place restored -> prefill pieces -> fork -> decode (T = running) -> sample all rows at once -> append, finish
+
+What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed places,
+sampling is row by row, and the model gives a sequence the same bits alone or among others. Every step moves each running sequence
+by one token and costs one transfer to the host.
+
+    generator = Generator(model, eos_token_ids=[2], max_sequences=64, max_length=512)
+    completions = generator.generate([Request(prompt_ids=[5, 9, 2], n=8, max_tokens=64, seed=17)])[0]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import PosttrainError
+from posttrain.models.cache import SlotCache
+from posttrain.rollout.decode_batch import DecodeBatch
+from posttrain.rollout.router_log import RouterLog
+from posttrain.rollout.sampling import sample
+from posttrain.rollout.scheduler import Scheduler
+from posttrain.rollout.sequence import Group, OnToken, Sequence, StreamedToken
+from posttrain.rollout.snapshot import fill_group, request_of, to_snapshot
+from posttrain.rollout.stop import StopMatcher
+from posttrain.rollout.weights import copy_weights, generating
+from posttrain.types import Completion, FinishReason, Request
+
+Unfinished = Literal["continue", "restart", "finish"]
+OnProgress = Callable[[int, int, int], None]
+
+
+class Generator:
+    """Samples completions from a causal language model with a slot cache.
+
+    Args:
+        model: its forward takes packed input and a `SlotCache`; it may be the learner's own, in training mode.
+        eos_token_ids: tokens that end a completion (and stay in it).
+        tokenizer: needed for stop strings only.
+        max_sequences: sequences that run at once; more just wait.
+        max_length: prompt and completion tokens together.
+        max_prefill_tokens: prompt tokens in one forward; longer prompts take several.
+        version: policy version of the weights now in the model.
+        return_router_indices: completions carry the router's choices, [layers, T, R] over all tokens but the last.
+        on_token: called with a `StreamedToken` for each token.
+
+    Raises:
+        ValueError: sizes below what a single sequence needs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        eos_token_ids: Collection[int],
+        tokenizer: Any = None,
+        max_sequences: int,
+        max_length: int,
+        max_prefill_tokens: int = 8192,
+        version: int = 0,
+        return_router_indices: bool = False,
+        on_token: OnToken | None = None,
+    ) -> None:
+        for name, given, least in (
+            ("max_sequences", max_sequences, 1),
+            ("max_length", max_length, 2),
+            ("max_prefill_tokens", max_prefill_tokens, 1),
+        ):
+            if given < least:
+                raise ValueError(f"{name}={given}, but at least {least} is needed")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_length = max_length
+        self.version = version
+        self.on_token = on_token
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        self._vocab_size: int = model.config.vocab_size  # type: ignore[union-attr]
+        self._scheduler = Scheduler(max_sequences, max_prefill_tokens)
+        slots = self._scheduler.num_slots
+        self._cache = SlotCache(model.config, slots, max_length=max_length, device=parameter.device, dtype=parameter.dtype)
+        partitions = getattr(model.config, "num_partitions", 1)
+        self._router = RouterLog(slots, max_length, partitions) if return_router_indices else None
+        self._texts: dict[int, str] = {}
+        self._batch: DecodeBatch | None = None
+        self._done: list[Completion] = []
+
+    @staticmethod
+    def max_sequences_for(model: nn.Module, memory_bytes: int, length: int) -> int:
+        """Sequences of `length` tokens whose caches fit into `memory_bytes`, the spare slot for a prompt not counted.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        parameter = next(model.parameters())
+        probe = SlotCache(model.config, 1, max_length=1, device=parameter.device, dtype=parameter.dtype)
+        each = probe.nbytes_per_sequence(length)
+        fitting = memory_bytes // each - 1
+        if fitting < 1:
+            raise ValueError(
+                f"a sequence of {length} tokens takes {each:,} bytes of cache and a prompt as much again, "
+                f"but memory_bytes={memory_bytes:,}; give more memory or a smaller length"
+            )
+        return fitting
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> str:
+        """Queues a request and returns its id.
+
+        Raises:
+            ValueError: no room for a token after the prompt, a token outside the vocabulary, an id already in use,
+                stop strings without a tokenizer.
+        """
+        self._scheduler.add(self._group(request))
+        return request.id
+
+    def _group(self, request: Request) -> Group:
+        length = len(request.prompt_ids)
+        if length > self.max_length - 1:
+            raise ValueError(
+                f"request {request.id}: the prompt has {length} tokens, but max_length={self.max_length} leaves at most "
+                f"{self.max_length - 1} for it; shorten the prompt or raise max_length"
+            )
+        if request.id in self._scheduler.groups:
+            raise ValueError(f"request {request.id}: an unfinished request already has this id")
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"request {request.id}: token id {wrong} is outside the vocabulary, 0 to {self._vocab_size - 1}")
+        stop = StopMatcher(request.stop, self.tokenizer, request_id=request.id, texts=self._texts) if request.stop else None
+        limit = min(request.max_tokens, self.max_length - length)
+        return Group(request=request, limit=limit, stop=stop, pending=deque(range(request.n)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether step() has anything left to do or to hand out."""
+        return bool(self._scheduler.groups or self._done)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; the next step() returns its samples as they are, finish_reason "abort". False if it is not unfinished."""
+        group = self._scheduler.groups.get(request_id)
+        if group is None:
+            return False
+        samples = [*group.started.values(), *(Sequence.start(group, index) for index in group.pending)]
+        for sequence in sorted(samples, key=lambda sequence: sequence.sample):
+            self._done.append(sequence.completion("abort", self._router_indices(sequence)))
+        self._scheduler.remove(group)
+        return True
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Completion]:
+        """Moves every running sequence by one token and returns the completions that are done.
+
+        Raises:
+            PosttrainError: the model gave logits that cannot be sampled (NaN, infinity). The requests it happened to are named
+                and dropped; all others go on with the next step.
+        """
+        broken: list[str] = []
+        if self._scheduler.groups:
+            try:
+                with generating(self.model):
+                    broken = self._step()
+            except BaseException:
+                # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, which gives the same samples.
+                self._scheduler.requeue(started=True)
+                raise
+        if broken:
+            raise PosttrainError(
+                f"the model (version {self.version}) gave logits that are NaN, infinite or all -inf for request(s) {', '.join(broken)}; "
+                "they were dropped. Look at the weights: a diverged training step or an overflow in half precision is the usual cause"
+            )
+        done, self._done = self._done, []
+        return done
+
+    def _step(self) -> list[str]:
+        """Returns the ids of requests that were dropped because their logits cannot be sampled."""
+        self._place_restored()
+        decoding = len(self._scheduler.running)
+        self._prefill()
+        first_logits = self._fork()
+        rows = self._scheduler.running
+        if not rows:
+            return []
+        if self._batch is None or self._batch.sequences != rows:
+            self._batch = DecodeBatch.build(rows, device=self._device)
+        batch = self._batch
+        logits = [self._decode(batch, decoding)] if decoding else []
+        draw = sample(torch.cat(logits + first_logits) if first_logits else logits[0], batch.params, batch.index)
+        batch.advance(draw.token)
+        return self._collect(rows, draw.to_host())
+
+    def _place_restored(self) -> None:
+        for sequence in self._scheduler.place_restored():
+            assert sequence.cached is not None and sequence.slot is not None
+            self._cache.load(sequence.slot, sequence.cached["cache"])
+            if self._router is not None:
+                self._router.load(sequence.slot, sequence.cached["router_indices"], self._device)
+            sequence.cached = None
+
+    def _forward(self, tokens: Tensor, positions: Tensor, bounds: list[int], slots: list[int], keep: Tensor | None) -> Any:
+        """One packed forward: tokens, positions [T]; the s-th sequence is tokens [bounds[s], bounds[s + 1]) and continues slots[s]."""
+        self._cache.bind(slots)
+        return self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=0 if keep is None else keep,
+            output_router_indices=self._router is not None,
+        )
+
+    def _prefill(self) -> None:
+        """Runs the next pieces of the prompts being read; a prompt that is through keeps its last logits in its group."""
+        pieces, fresh = self._scheduler.plan_prefill()
+        if not pieces:
+            return
+        if fresh:
+            self._cache.reset(fresh)
+        tokens, positions, owners, slots, bounds = [], [], [], [], [0]
+        for piece in pieces:
+            assert piece.group.slot is not None
+            tokens += piece.group.request.prompt_ids[piece.start : piece.stop]
+            positions += range(piece.start, piece.stop)
+            owners += [piece.group.slot] * (piece.stop - piece.start)
+            slots.append(piece.group.slot)
+            bounds.append(len(tokens))
+        packed = torch.tensor([tokens, positions, owners], dtype=torch.int64).to(self._device)
+        through = [row for row, piece in enumerate(pieces) if piece.stop == len(piece.group.request.prompt_ids)]
+        # A forward needs at least one row of logits, also when every prompt goes on.
+        keep = torch.tensor([bounds[row + 1] - 1 for row in through] or [0], device=self._device)
+        out = self._forward(packed[0], packed[1], bounds, slots, keep)
+        if self._router is not None and out.router_indices is not None:
+            self._router.write(out.router_indices, packed[2], packed[1])
+        for piece in pieces:
+            piece.group.prefilled = piece.stop
+        for row, logits in zip(through, out.logits[0], strict=False):
+            pieces[row].group.logits = logits
+        self.prefilled_tokens += len(tokens)
+
+    def _fork(self) -> list[Tensor]:
+        """Starts samples from prefilled prompts; the logits [samples, vocab] of their first tokens, in the order they joined."""
+        logits = []
+        for fork in self._scheduler.fork():
+            group = fork.sequences[0].group
+            if fork.copies:
+                self._cache.fork(fork.source, fork.copies)
+                if self._router is not None:
+                    self._router.fork(fork.source, fork.copies, len(group.request.prompt_ids))
+            assert group.logits is not None
+            logits.append(group.logits.expand(len(fork.sequences), -1))
+            if not group.pending:
+                group.logits = None
+        return logits
+
+    def _decode(self, batch: DecodeBatch, rows: int) -> Tensor:
+        """One token of the first `rows` sequences of the batch -> logits [rows, vocab]; the others have no input yet."""
+        positions = batch.positions[:rows]
+        out = self._forward(batch.tokens[:rows], positions, list(range(rows + 1)), batch.slot_list[:rows], None)
+        if self._router is not None and out.router_indices is not None:
+            self._router.write(out.router_indices, batch.slots[:rows], positions)
+        return out.logits[0]
+
+    def _collect(self, rows: list[Sequence], drawn: list[list[float]]) -> list[str]:
+        """Appends what was drawn, takes the finished samples out, drops the requests that drew from broken logits."""
+        broken: dict[str, Group] = {}
+        for sequence, (token, logprob, plain_logprob, is_broken) in zip(rows, drawn, strict=True):
+            if sequence.slot is None:  # a listener aborted its request just now
+                continue
+            if is_broken:
+                broken[sequence.group.request.id] = sequence.group
+                continue
+            sequence.append(int(token), logprob, plain_logprob, self.version)
+            self.generated_tokens += 1
+            reason = sequence.finish_reason(self.eos_token_ids)
+            if reason is not None:
+                self._done.append(sequence.completion(reason, self._router_indices(sequence)))
+                self._scheduler.finish(sequence)
+            if self.on_token is not None:
+                self._stream(sequence, reason)
+        self._scheduler.keep_running()
+        for group in broken.values():
+            self._scheduler.remove(group)
+        return list(broken)
+
+    def _stream(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        assert self.on_token is not None
+        self.on_token(
+            StreamedToken(
+                request_id=sequence.group.request.id,
+                sample=sequence.sample,
+                index=len(sequence.token_ids) - 1,
+                token_id=sequence.token_ids[-1],
+                logprob=sequence.logprobs[-1],
+                version=sequence.versions[-1],
+                finish_reason=reason,
+            )
+        )
+
+    def _router_indices(self, sequence: Sequence) -> Tensor | None:
+        if self._router is None:
+            return None
+        if sequence.slot is None:
+            return sequence.cached["router_indices"] if sequence.cached else None
+        return self._router.take(sequence.slot, sequence.inputs)
+
+    def generate(self, requests: list[Request], on_progress: OnProgress | None = None) -> list[list[Completion]]:
+        """Submits all, runs to the end, and returns the completions of each request in the order of its samples.
+
+        Args:
+            on_progress: called after every step with (completions done, completions in all, tokens generated by this call).
+
+        Completions of requests submitted before come out of the next step(). On an error these requests are aborted.
+        """
+        wanted: dict[str, list[Completion]] = {}
+        total = sum(request.n for request in requests)
+        before, done, others = self.generated_tokens, 0, []
+        try:
+            for request in requests:
+                wanted[self.submit(request)] = []
+            with generating(self.model):
+                while done < total:
+                    for completion in self.step():
+                        mine = wanted.get(completion.request_id)
+                        (others if mine is None else mine).append(completion)
+                        done += mine is not None
+                    if on_progress is not None:
+                        on_progress(done, total, self.generated_tokens - before)
+        except BaseException:
+            for request_id in wanted:
+                if request_id in self._scheduler.groups:
+                    self._scheduler.remove(self._scheduler.groups[request_id])
+            self._done = [completion for completion in self._done if completion.request_id not in wanted]
+            raise
+        finally:
+            self._done = others + self._done
+        return [sorted(wanted[request.id], key=lambda completion: completion.sample) for request in requests]
+
+    # -- weights and state --------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, version: int, state_dict: Mapping[str, Tensor] | None = None, *, unfinished: Unfinished = "continue"
+    ) -> None:
+        """Makes `version` the policy of the tokens to come.
+
+        Args:
+            state_dict: every tensor of the model, copied in place; None if the model's own tensors have already changed (colocated).
+            unfinished: what happens to samples that have begun. "continue": they go on from their old state; "restart": they begin
+                again from the prompt; "finish": the update is refused while there are any. Prompts without a sampled token are
+                prefilled again in every case.
+
+        Raises:
+            ValueError: names missing or unexpected or shapes that differ; nothing is changed then.
+            PosttrainError: unfinished="finish" while samples are unfinished.
+        """
+        if unfinished not in ("continue", "restart", "finish"):
+            raise ValueError(f'unfinished={unfinished!r}, but it must be "continue", "restart" or "finish"')
+        begun = sum(len(group.started) for group in self._scheduler.groups.values())
+        if unfinished == "finish" and begun:
+            raise PosttrainError(f"{begun} samples are unfinished; call step() until none is left, or update with another policy")
+        if state_dict is not None:
+            copy_weights(self.model, state_dict)
+        self.version = version
+        self._scheduler.requeue(started=unfinished == "restart")
+
+    def snapshot(self, request_id: str) -> dict[str, Any]:
+        """The state of an unfinished request: lists and CPU tensors that can be pickled. The request itself goes on; abort it to
+        move it. Samples that were already returned are not in it.
+
+        Raises:
+            ValueError: no unfinished request has this id.
+        """
+        group = self._scheduler.groups.get(request_id)
+        if group is None:
+            raise ValueError(f"request {request_id}: not an unfinished request of this generator")
+        return to_snapshot(group, self._export, self._router_indices)
+
+    def _export(self, sequence: Sequence) -> dict[str, Any]:
+        if sequence.slot is None:
+            assert sequence.cached is not None
+            return sequence.cached["cache"]
+        return self._cache.export(sequence.slot)
+
+    def restore(self, snapshot: dict[str, Any]) -> str:
+        """Continues a request from `snapshot`, on this or another generator; returns its id. It queues if no slot is free.
+
+        Raises:
+            ValueError: as submit(), or a snapshot of another format or that does not fit this generator.
+        """
+        group = self._group(request_of(snapshot))
+        fill_group(group, snapshot, needs_router=self._router is not None)
+        self._scheduler.add(group)
+        return group.request.id

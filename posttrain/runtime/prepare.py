@@ -1,0 +1,59 @@
+"""What is made before Ray starts, so that bad input fails early and in the user's own terminal: SFT rows and base/."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from posttrain.config import Recipe
+from posttrain.errors import CheckpointError
+from posttrain.run_folder import RunFolder, atomic_directory
+
+
+def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
+    """Make what `stages` start from: the packed rows of SFT (data errors come before any model is loaded), then base/.
+
+    Raises:
+        PosttrainError: data, tokenizer or checkpoint that cannot be used.
+    """
+    if "sft" in stages:
+        from posttrain.sft.dataset import prepare as prepare_rows
+
+        print("sft    reading and packing the data", file=sys.stderr)
+        print(f"sft    {prepare_rows(recipe, run)}", file=sys.stderr)
+    ensure_base(recipe, run)
+
+
+def ensure_base(recipe: Recipe, run: RunFolder) -> None:
+    """Save the initial weights and the tokenizer as base/, unless it is there.
+
+    Raises:
+        CheckpointError: `model.path` is no checkpoint, or its vocabulary is too small for the tokenizer.
+        ConfigError: `model.init` does not make a model.
+    """
+    base = run.final_checkpoint("base")
+    if base.is_dir():
+        return
+    from posttrain.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.model)
+    with atomic_directory(base) as folder:
+        model = _initial_model(recipe, tokenizer)
+        size = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > size:
+            raise CheckpointError(f"the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary holds {size}")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _initial_model(recipe: Recipe, tokenizer: Any) -> Any:
+    from posttrain.models.loading import load_model, new_model
+
+    config = recipe.model
+    if config.path is not None:
+        return load_model(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    fields = dict(config.init or {})
+    fields.setdefault("vocab_size", len(tokenizer))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.setdefault(name, getattr(tokenizer, name))
+    return new_model(fields, seed=recipe.seed, dtype=config.dtype)

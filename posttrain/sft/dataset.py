@@ -1,0 +1,80 @@
+"""The packed rows of the SFT stage on disk: written once by the driver, memory-mapped by every rank.
+
+data/sft/rows.arrow holds one packed row an entry (`input_ids`, `labels`, `seq_lengths`, all int32), data/sft/info.json what was
+kept and dropped. Which samples share a row is fixed for the run; their order is drawn anew for each epoch by the trainer, from
+(seed, epoch). Both are therefore the same after a resume, whatever happened to the source files meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import DataError
+from posttrain.run_folder import RunFolder, atomic_directory, last_checkpoint
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from posttrain.config import Recipe
+
+COLUMNS = ("input_ids", "labels", "seq_lengths")
+ROWS_PER_BATCH = 64
+
+
+def prepare(recipe: Recipe, run: RunFolder) -> str:
+    """Make the rows of the recipe, or keep those that a checkpoint of this run was trained on; returns one line about them.
+
+    Raises:
+        PosttrainError: no data, no solutions, nothing left after the filters, or no sample that fits.
+    """
+    folder = run.path / "data" / "sft"
+    if last_checkpoint(run.path / "sft") is None or not folder.is_dir():
+        from posttrain.data.packing import pack_samples
+        from posttrain.data.prepare import prepare_sft
+        from posttrain.data.tokenizer import load_tokenizer
+
+        prepared = prepare_sft(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, suites=recipe.eval.suites)
+        write_rows(run, pack_samples(prepared.rows, recipe.data.max_length, seed=recipe.seed), prepared.report)
+    return summary(json.loads((folder / "info.json").read_text(encoding="utf-8")))
+
+
+def write_rows(run: RunFolder, rows: Sequence[dict[str, list[int]]], info: dict[str, Any]) -> None:
+    """Write packed rows and the account of them as data/sft/."""
+    import pyarrow as pa
+
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in COLUMNS])
+    with atomic_directory(run.path / "data" / "sft") as folder:
+        with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+            for batch in _batches(rows):
+                stream.write_batch(pa.record_batch([[row[name] for row in batch] for name in COLUMNS], schema=schema))
+        account = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows), **info}
+        (folder / "info.json").write_text(json.dumps(account, indent=2, default=str), encoding="utf-8")
+
+
+def load_rows(run: RunFolder) -> Dataset:
+    """The rows of the run, memory-mapped.
+
+    Raises:
+        DataError: they were not prepared.
+    """
+    from datasets import Dataset
+
+    path = run.path / "data" / "sft" / "rows.arrow"
+    if not path.is_file():
+        raise DataError(f"{path} is missing: the rows are prepared before the stage starts; run the sft stage again with --resume")
+    return Dataset.from_file(str(path))
+
+
+def summary(info: dict[str, Any]) -> str:
+    """The account in one line."""
+    dropped = dict(info.get("dropped", {})) | {f"repeats {suite}": count for suite, count in info.get("contaminated", {}).items()}
+    parts = [f"{info.get('kept', '?')} samples, {info['tokens']} tokens, {info['rows']} packed rows"]
+    parts += [f"left out {count} ({reason})" for reason, count in dropped.items() if count]
+    return "; ".join(parts)
+
+
+def _batches(rows: Sequence[dict[str, list[int]]]) -> Iterable[Sequence[dict[str, list[int]]]]:
+    for start in range(0, len(rows), ROWS_PER_BATCH):
+        yield rows[start : start + ROWS_PER_BATCH]

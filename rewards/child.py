@@ -1,0 +1,129 @@
+"""The parent's end of one verifier process: start, one request at a time, kill."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from posttrain.rewards.errors import RewardError
+from posttrain.rewards.worker import receive_frame, send_frame
+
+CLOSED = "the verifier pool was closed during a verification"
+_START_LIMIT_S = 120.0  # importing sympy takes about a second; a loaded machine may need many
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a verification ended: "done" with a reply, "timeout" or "crash"; `gold_read`: the gold had been parsed by then."""
+
+    kind: Literal["done", "timeout", "crash"]
+    seconds: float
+    gold_read: bool = False
+    reply: dict = field(default_factory=dict)
+
+
+class Child:
+    """A running worker process and our end of its socket."""
+
+    def __init__(self, timeout_s: float, memory_mb: int, started: Callable[[Child], None]):
+        """Start one and wait until it can verify; `started` gets it at once, so that it can be killed while it starts."""
+        self.timeout_s = timeout_s
+        self.killed = False
+        self._lock = threading.Lock()
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            arguments = ["-m", "posttrain.rewards.worker", str(theirs.fileno()), str(memory_mb), str(timeout_s)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=_child_environment(),
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
+            )
+        started(self)
+        self._await_ready()
+
+    def _await_ready(self) -> None:
+        try:
+            reply = receive_frame(self.sock, _deadline(time.monotonic() + _START_LIMIT_S))
+        except OSError as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        if reply is None or "ready" not in reply:
+            killed = self.killed
+            self.kill()
+            if killed:
+                raise RewardError(CLOSED)
+            detail = reply["error"] if reply else f"it ended with exit code {self.process.returncode}"
+            raise RewardError(f"a verifier process could not start (is math-verify installed?): {detail}")
+
+    def verify(self, gold: str, answer: str | None, kind: str) -> Outcome:
+        """One verification; after any outcome but "done" the child must be killed."""
+        started = time.monotonic()
+        deadline = _deadline(started + self.timeout_s)
+        gold_read = False
+        try:
+            deadline(self.sock)
+            send_frame(self.sock, {"gold": gold, "answer": answer, "kind": kind})
+            while True:
+                reply = receive_frame(self.sock, deadline)
+                seconds = time.monotonic() - started
+                if reply is None:
+                    return Outcome("crash", seconds, gold_read)
+                if "error" in reply:
+                    raise RewardError(f"the verifier failed on gold {gold!r}, answer {answer!r}:\n{reply['error']}")
+                if "correct" in reply:
+                    return Outcome("done", seconds, gold_read, reply)
+                gold_read = True
+        except TimeoutError:
+            return Outcome("timeout", time.monotonic() - started, gold_read)
+        except OSError:  # the child died while we wrote to it
+            return Outcome("crash", time.monotonic() - started, gold_read)
+
+    def kill(self) -> None:
+        """End it, from any thread. A thread that waits for its answer sees the stream end."""
+        self.killed = True
+        self.process.kill()
+        with self._lock:  # wait() of two threads at once would leave one of them polling
+            self.process.wait()
+
+    def close(self) -> None:
+        """End it and give back the socket: for the thread that uses it."""
+        self.kill()
+        self.sock.close()
+
+
+def _deadline(at: float):
+    """A function that gives a socket the time left until `at`, or raises TimeoutError where there is none."""
+
+    def apply(sock: socket.socket) -> None:
+        left = at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+
+    return apply
+
+
+def _child_environment() -> dict[str, str]:
+    """The parent's import path, so that a plain checkout and a Ray working_dir work; one thread; no GPU; fixed hash order."""
+    root = str(Path(__file__).absolute().parents[2 if Path(__file__).absolute().parent.parent.name == "posttrain" else 1])
+    paths = dict.fromkeys([root, *(os.path.abspath(entry) for entry in sys.path)])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

@@ -1,0 +1,71 @@
+"""The report: what it shows of a run, and that no completion can break out of it."""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from posttrain.report import write_report
+from posttrain.run_folder import RunFolder
+
+EVIL = "</script><script>alert(1)</script>"
+
+
+def fill(path):
+    run = RunFolder(path)
+    for step in range(30):
+        run.append_metrics("sft", step, {"loss": 3.0 / (step + 1)})
+        run.append_metrics("grpo", step, {"reward": step / 30, "kl": float("nan")})
+    rows = [
+        {
+            "step": 1, "prompt": "1+1=?", "completion": EVIL, "answer": "2", "reward": 1.0, "rewards": [("accuracy", 1.0)],
+            "correct": True, "advantage": 0.5, "length": 4, "finish_reason": "stop",
+        },
+    ]  # fmt: skip
+    (path / "rollouts").mkdir()
+    schema = pa.schema(
+        [("step", pa.int32()), ("prompt", pa.string()), ("completion", pa.string()), ("answer", pa.string()), ("reward", pa.float32()),
+         ("rewards", pa.map_(pa.string(), pa.float32())), ("correct", pa.bool_()), ("advantage", pa.float32()), ("length", pa.int32()),
+         ("finish_reason", pa.string())]
+    )  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path / "rollouts" / "step-000001.parquet")
+    folder = path / "eval" / "base" / "toy"
+    folder.mkdir(parents=True)
+    sample = {"problem_id": "p1", "problem": "2+2=?", "text": "5", "gold": "4", "correct": False, "length": 1, "finish_reason": "stop"}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+
+
+def embedded(page: str) -> dict:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def test_report_holds_curves_and_samples(tmp_path):
+    fill(tmp_path)
+    page = write_report(tmp_path).read_text()
+    data = embedded(page)
+    curves = {(c["stage"], c["metric"]): c["points"] for c in data["curves"]}
+    assert curves["grpo", "reward"][29] == [29, pytest.approx(29 / 30)]
+    assert ("grpo", "kl") not in curves, "a curve of nothing but NaN is left out"
+    assert data["rollouts"][0]["rewards"] == {"accuracy": 1.0}
+    assert data["eval_samples"][0]["model"] == "base"
+
+
+def test_completions_cannot_script_the_page(tmp_path):
+    fill(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert EVIL not in page
+    assert embedded(page)["rollouts"][0]["completion"] == EVIL
+
+
+def test_page_needs_no_network(tmp_path):
+    page = write_report(tmp_path).read_text()
+    addresses = set(re.findall(r"https?://[^\"'\s)]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "the only address is SVG's namespace, which nothing fetches"
+
+
+def test_report_of_an_empty_folder(tmp_path):
+    assert embedded(write_report(tmp_path).read_text())["curves"] == []
