@@ -50,6 +50,33 @@ class Packing:
         return out.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Sequences that a recurrent layer computes in one call. One-token continuations are a part of their own: they take the decode
+    path, and would not if they shared a call with longer ones, so their bits would depend on their company.
+
+    rows: int64, their packed tokens, or None for all of them; cu_seqlens [S+1] on the host; slots [S] where they continue slots.
+    """
+
+    cu_seqlens: Tensor
+    rows: Tensor | None = None
+    slots: Tensor | None = None
+
+
+def make_parts(lengths: list[int], slots: Tensor | None, device: torch.device) -> tuple[Part, ...]:
+    """One part without `slots` or where all lengths are alike in being 1 or not; else the one-token sequences and the others."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    if slots is None or max(lengths) == 1 or min(lengths) > 1:
+        return (Part(cu_seqlens=cu_seqlens, slots=slots),)
+    counts = torch.tensor(lengths)
+    of_row = counts.repeat_interleave(counts)
+    parts = []
+    for chosen, in_row in ((counts == 1, of_row == 1), (counts > 1, of_row > 1)):
+        cu = torch.nn.functional.pad(counts[chosen].cumsum(0), (1, 0))
+        parts.append(Part(cu_seqlens=cu, rows=in_row.nonzero().squeeze(-1).to(device), slots=slots[chosen.to(device)]))
+    return tuple(parts)
+
+
 def make_packing(
     shape: tuple[int, int],
     *,

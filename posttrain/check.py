@@ -1,9 +1,9 @@
 """`posttrain check`: the recipe resolved, and what it would cost in memory and tokens. Nothing is started or downloaded.
 
-    parameters     from the fields of the model (posttrain.models.sizes)
-    training       weights, gradients, AdamW and activations of one process, by dtype and ZeRO stage
-    generation     state, unfinished chunks and keys/values a sequence
-    tokens         a step, a stage, the run; upper bounds, since completions and samples end before their limits
+parameters     from the fields of the model (posttrain.models.sizes)
+training       weights, gradients, AdamW and activations of one process, by dtype and ZeRO stage
+generation     state, unfinished chunks and keys/values a sequence
+tokens         a step, a stage, the run; upper bounds, since completions and samples end before their limits
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_ARITHMETIC_ROWS = 10_000
 
 @dataclass(kw_only=True)
 class Estimate:
-    """Lines to print, by heading, and the numbers behind them (`numbers["sft.memory"]` in bytes, `numbers["sft.tokens"]`, ...)."""
+    """Lines to print, by heading, and the numbers behind them (`numbers["sft.memory"]` in bytes, ...)."""
 
     sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -63,7 +63,11 @@ def estimate(recipe: Recipe) -> Estimate:
     result = Estimate()
     fields = model_fields(recipe)
     if fields is None:
-        result.add("model", "parameters", f"unknown: {recipe.model.path} is not on this machine; give model.size for an estimate of memory")
+        result.add(
+            "model",
+            "parameters",
+            f"unknown: {recipe.model.path} is not on this machine; give model.size for an estimate of memory",
+        )
     else:
         counts = parameter_counts(fields)
         result.numbers["parameters"] = counts["total"]
@@ -170,7 +174,9 @@ def _sft(recipe: Recipe, fields: dict[str, Any] | None, result: Estimate) -> Non
         result.add("sft", "steps", f"{steps:,}: {count(steps * step)} tokens")
     elif rows is not None:
         result.numbers["sft.tokens"] = rows * row * epochs
-        result.add("sft", "tokens", f"at most {count(rows * row * epochs)}: {rows:,} samples, {epochs:g} epochs, {row:,} tokens each")
+        result.add(
+            "sft", "tokens", f"at most {count(rows * row * epochs)}: {rows:,} samples, {epochs:g} epochs, {row:,} tokens each"
+        )
     else:
         result.add("sft", "tokens", f"{epochs:g} epochs of {source.path}, whose size is known after download")
 
@@ -183,7 +189,9 @@ def _grpo(recipe: Recipe, fields: dict[str, Any] | None, result: Estimate) -> No
     _memory(recipe, fields, "grpo", "grpo", per_device * (prompt + completion), result)
     _rollout(recipe, fields, "grpo", prompt + completion, recipe.rollout.max_sequences, result)
     step = batch * (prompt + completion)
-    result.add("grpo", "tokens a step", f"at most {count(step)}: {batch} completions ({batch / generations:g} prompts of {generations})")
+    result.add(
+        "grpo", "tokens a step", f"at most {count(step)}: {batch} completions ({batch / generations:g} prompts of {generations})"
+    )
     steps, epochs = recipe.argument("grpo", "max_steps"), recipe.argument("grpo", "num_train_epochs")
     source = recipe.data.prompts or recipe.data.train
     rows = source_rows(source) if source is not None else None
@@ -208,7 +216,9 @@ def _eval(recipe: Recipe, fields: dict[str, Any] | None, result: Estimate) -> No
         problems = min(problems, suite.limit or problems)
         tokens = models * problems * suite.samples * suite.max_tokens
         total += tokens
-        result.add("eval", name, f"{problems:,} problems x {suite.samples} samples x {models} model(s): at most {count(tokens)} tokens")
+        result.add(
+            "eval", name, f"{problems:,} problems x {suite.samples} samples x {models} model(s): at most {count(tokens)} tokens"
+        )
     result.numbers["eval.tokens"] = total
     sequences = recipe.eval.max_sequences or recipe.rollout.max_sequences
     _rollout(recipe, fields, "eval", recipe.data.max_prompt_length + longest, sequences, result)
@@ -269,7 +279,10 @@ def _check_first(row: Any, source: DataSource, path: Path) -> None:
     missing = [column for column in needed if not isinstance(row, dict) or column not in row]
     if missing:
         has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{path}: no column {', '.join(missing)}; its first row has: {has}. Map it with columns: {{problem: ..., answer: ...}}")
+        raise DataError(
+            f"{path}: no column {', '.join(missing)}; its first row has: {has}. "
+            "Map it with columns: {problem: ..., answer: ...}"
+        )
 
 
 def _layers(kinds: list[str]) -> str:

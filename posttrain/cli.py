@@ -1,6 +1,6 @@
 """The command line: parse, validate, and only then import what is heavy.
 
-    posttrain run RECIPE [section.key=value ...] [--resume]
+posttrain run RECIPE [section.key=value ...] [--resume]
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         from posttrain.check import check
 
         return check(recipe)
-    stages = list(recipe.stages) if args.command == "run" else [args.command]
+    stages: list[str] = [*recipe.stages] if args.command == "run" else [args.command]
     # Imported last: everything that can be wrong with the input is known by now.
     from posttrain.runtime.stages import run_stages
 

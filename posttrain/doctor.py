@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import platform
 import shutil
 import subprocess
@@ -128,16 +129,14 @@ def installed(name: str) -> str | None:
 
 def package(item: Package) -> Finding:
     version = installed(item.name)
-    target = f'pip install "posttrain[{item.extra}]"' if item.extra else f'pip install "{item.name}{item.versions}"'
+    target = f'pip install -e ".[{item.extra}]"' if item.extra else f'pip install "{item.name}{item.versions}"'
     if version is None:
         if item.needed:
             return Finding(subject=item.name, state=MISSING, text=f"not installed ({item.why})", advice=target)
         # Extras are mentioned, not advised: the main job does not need them.
         return Finding(subject=item.name, state=OK, text=f"not installed (optional: {item.why}; {target})")
     if Version(version) not in SpecifierSet(item.versions, prereleases=True):
-        return Finding(
-            subject=item.name, state=WARNING, text=f"{version}, outside {item.versions} ({item.why})", advice=target
-        )
+        return Finding(subject=item.name, state=WARNING, text=f"{version}, outside {item.versions} ({item.why})", advice=target)
     return Finding(subject=item.name, state=OK, text=f"{version} ({item.why})")
 
 
@@ -184,11 +183,13 @@ def backends() -> list[Finding]:
             advice="install a torch build for this driver's CUDA version" if mismatch else "",
         )
     ]
-    triton_kernels = importlib.util.find_spec("posttrain.kernels.sse.triton_backend") is not None
+    triton_kernels = _has_triton_kernels()
     if cuda and triton_kernels and installed("triton"):
         kernels = "triton (a GPU and Triton are there)"
     else:
-        reason = "no GPU" if not cuda else "this version has no Triton kernels" if not triton_kernels else "Triton is not installed"
+        reason = (
+            "no GPU" if not cuda else "this version has no Triton kernels" if not triton_kernels else "Triton is not installed"
+        )
         kernels = f"torch: chunked PyTorch ({reason})"
     findings.append(Finding(subject="sse kernels", state=OK, text=kernels))
     findings.append(Finding(subject="generator", state=OK, text=f"posttrain's own, inside the learner, on {device.split()[0]}"))
@@ -196,6 +197,12 @@ def backends() -> list[Finding]:
     zero = "ZeRO available" if installed("deepspeed") else "DDP (DeepSpeed is not installed)"
     findings.append(Finding(subject="training", state=OK, text=f"{zero}, collectives over {spread}"))
     return findings
+
+
+def _has_triton_kernels() -> bool:
+    spec = importlib.util.find_spec("posttrain.kernels.sse")
+    folders = spec.submodule_search_locations if spec else None
+    return any(module.name.startswith("triton") for module in pkgutil.iter_modules(folders or []))
 
 
 def _cuda() -> bool:

@@ -1,18 +1,18 @@
 """The folder of a run: who may use it, what is finished, and how things get onto the disk whole.
 
-    config.yaml               the resolved recipe
-    metrics.jsonl             one JSON object a line: stage, step, time, metrics
-    stages.json               finished stages
-    base/                     the initial weights and tokenizer
-    sft/checkpoint-N, sft/final, grpo/checkpoint-N, grpo/final
-    rollouts/step-000001.parquet
-    eval/<model>/<suite>/samples.jsonl, eval/results.json
-    report.html
+config.yaml               the resolved recipe
+metrics.jsonl             one JSON object a line: stage, step, time, metrics
+stages.json               finished stages
+base/                     the initial weights and tokenizer
+sft/checkpoint-N, sft/final, grpo/checkpoint-N, grpo/final
+rollouts/step-000001.parquet
+eval/<model>/<suite>/samples.jsonl, eval/results.json
+report.html
 
-    with RunFolder.open(recipe, resume=False) as run:
-        if not run.stage_done("sft"):
-            ...
-            run.mark_done("sft", steps=100)
+with RunFolder.open(recipe, resume=False) as run:
+    if not run.stage_done("sft"):
+        ...
+        run.mark_done("sft", steps=100)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 # What may differ between two launches of the same run: it says where things run and what is shown, not what is computed.
 # `stages` and `eval` may grow later: finished stages keep their results, and each evaluation sample is keyed by its protocol.
-FREE_TO_CHANGE = ("description", "run_dir", "stages", "ray", "eval", "rollout.max_sequences", "rollout.max_prefill_tokens") + tuple(
+FREE_TO_CHANGE = {"description", "run_dir", "stages", "ray", "eval", "rollout.max_sequences", "rollout.max_prefill_tokens"} | {
     f"{section}.{name}"
     for section in ("trainer", "grpo")
     for name in (
@@ -48,11 +48,11 @@ FREE_TO_CHANGE = ("description", "run_dir", "stages", "ray", "eval", "rollout.ma
         *("save_steps", "save_strategy", "save_total_limit", "num_completions_to_print", "max_steps", "num_train_epochs"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout"),
     )
-)
+}
 
 
 class RunFolder:
-    """A run's folder, held by one process at a time; open it with `RunFolder.open` (writer) or `RunFolder(path)` (worker, reader)."""
+    """A run's folder. `RunFolder.open` holds it for one process at a time; `RunFolder(path)` is for workers and readers."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -191,7 +191,7 @@ class RunFolder:
             file.write(line.encode() + b"\n")
 
     def read_metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl in the order of steps within a stage; a step logged again after a resume replaces its first record."""
+        """Lines of metrics.jsonl, by step within each stage; a step logged again after a resume replaces its first record."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []

@@ -60,7 +60,7 @@ class Child:
             reply = {"error": f"{type(error).__name__}: {error}"}
         if reply is None or "ready" not in reply:
             killed = self.killed
-            self.kill()
+            self.close()
             if killed:
                 raise RewardError(CLOSED)
             detail = reply["error"] if reply else f"it ended with exit code {self.process.returncode}"
@@ -116,7 +116,7 @@ def _deadline(at: float):
 
 def _child_environment() -> dict[str, str]:
     """The parent's import path, so that a plain checkout and a Ray working_dir work; one thread; no GPU; fixed hash order."""
-    root = str(Path(__file__).absolute().parents[2 if Path(__file__).absolute().parent.parent.name == "posttrain" else 1])
+    root = str(Path(__file__).absolute().parents[2])  # holds posttrain/rewards/; not resolved, posttrain/rewards may be a link
     paths = dict.fromkeys([root, *(os.path.abspath(entry) for entry in sys.path)])
     return {
         **os.environ,

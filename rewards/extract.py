@@ -33,11 +33,14 @@ _MAX_GAP, _MAX_JOINED = 60, 10
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 _MARKERS = (  # what follows on the line is the answer; the first kind that occurs decides, and its last occurrence counts
     re.compile(r"####:?[ \t]*"),
-    re.compile(r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:|答案(?:是|为|：|:))[ \t*:：]*", re.IGNORECASE | re.MULTILINE),
+    re.compile(
+        r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:|答案(?:是|为|：|:))[ \t*:：]*", re.IGNORECASE | re.MULTILINE
+    ),
 )
 _MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
 _SENTENCE_END = re.compile(
-    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$", re.DOTALL
+    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
+    re.DOTALL,
 )
 _WORD = re.compile(r"\s*([^\s$\\,.;]+)")
 _CONNECTIVE = re.compile(
@@ -164,7 +167,9 @@ def completion_text(completion: object) -> str:
     if isinstance(completion, str):
         return completion
     if isinstance(completion, (list, tuple)) and all(isinstance(turn, dict) for turn in completion):
-        return "\n".join(_content_text(turn.get("content")) for turn in completion if turn.get("role", "assistant") == "assistant")
+        return "\n".join(
+            _content_text(turn.get("content")) for turn in completion if turn.get("role", "assistant") == "assistant"
+        )
     raise TypeError(f"a completion is a string or a list of {{'role', 'content'}}, got {type(completion).__name__}")
 
 

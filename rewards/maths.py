@@ -1,9 +1,9 @@
 """The correctness reward: 1.0 for a right final answer, 0.0 for a wrong one, None where the gold cannot be read.
 
-        completions -> text -> extract.find_answer -> pool (fast path, or a child: normalise, math-verify, compare) -> rewards
+    completions -> text -> extract.find_answer -> pool (fast path, or a child: normalise, math-verify, compare) -> rewards
 
-    reward = MathsReward(VerifierPool(workers=2, timeout_s=5.0, memory_mb=1024))
-    reward(prompts=["What is 6*7?"], completions=[r"It is \\boxed{42}."], answer=["42"])      # [1.0]
+reward = MathsReward(VerifierPool(workers=2, timeout_s=5.0, memory_mb=1024))
+reward(prompts=["What is 6*7?"], completions=[r"It is \\boxed{42}."], answer=["42"])      # [1.0]
 """
 
 from __future__ import annotations

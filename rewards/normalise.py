@@ -1,6 +1,7 @@
 r"""Rewriting of answers into forms that math-verify reads. Text to text, applied to gold and answer alike.
 
-Each rule repairs one thing that math-verify 0.9.0 misreads (a currency sign, `0.\overline{3}`, `i(2-i)`); none evaluates anything.
+Each rule repairs one thing that math-verify 0.9.0 misreads (a currency sign, `0.\overline{3}`, `i(2-i)`); none evaluates
+anything.
 """
 
 from __future__ import annotations

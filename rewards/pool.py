@@ -46,7 +46,11 @@ class Verdict:
 
 @dataclass
 class Counters:
-    """Totals since the pool was made. `crashes` counts children that died, out of memory included; `restarts` new children after one was lost."""
+    """Totals since the pool was made.
+
+    `fast`: verdicts that needed no child. `timeouts`, `crashes`: children killed past the limit, or dead by themselves (out of
+    memory, stack overflow). `restarts`: children that were lost to either and replaced when next needed.
+    """
 
     verified: int = 0
     fast: int = 0
@@ -68,7 +72,8 @@ class VerifierPool:
         memory_mb: what one verification may take beyond the child's own footprint.
         unboxed_fallback: whether an output without a box may still hold an answer (see `posttrain.rewards.extract`).
 
-    Use as a context manager or call `close()`; a pool that is dropped, or whose process ends in any way, takes its children along.
+    Use as a context manager or call `close()`; a pool that is dropped, or whose process ends in any way, takes its children
+    along.
     """
 
     def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 1024, *, unboxed_fallback: bool = True):
@@ -228,7 +233,7 @@ class _State:
         self.lock = threading.Lock()
         self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
-        self.children: set[Child] = set()
+        self.children: weakref.WeakSet[Child] = weakref.WeakSet()
         self.closing = False
 
     def run(self, batch: _Batch, tasks: list[_Task]) -> None:
@@ -285,7 +290,9 @@ def _serve_slot(state: _State) -> None:
             try:
                 child, verdict = _verify_in_child(state, child, task)
             except BaseException as error:  # handed to the thread that waits for this batch, which raises it
-                child = None
+                if child is not None:
+                    state.dismiss(child)
+                    child = None
                 task.batch.fail(error)
             else:
                 task.batch.put(task.index, verdict)
@@ -300,7 +307,7 @@ def _verify_in_child(state: _State, child: Child | None, task: _Task) -> tuple[C
     A child that hangs or dies before it has read the gold condemns the gold (None); after that, the output (False).
     """
     outcome = Outcome("crash", 0.0)
-    for attempt in range(2):
+    for _ in range(2):
         if child is None:
             child = Child(state.timeout_s, state.memory_mb, state.admit)
         outcome = child.verify(task.gold, task.answer, task.kind)

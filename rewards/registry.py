@@ -1,8 +1,8 @@
 """From a recipe's `reward` section to one callable: named rewards and the user's own, weighted, summed, broken down.
 
-    rewards = build_rewards({"functions": [{"name": "maths"}, {"path": "my_rewards.py:brevity", "weight": 0.1}]})
-    rewards(prompts, completions, answer=golds)      # [1.04, None, 0.02]
-    rewards.score(prompts, completions, answer=golds).parts["brevity"]
+rewards = build_rewards({"functions": [{"name": "maths"}, {"path": "my_rewards.py:brevity", "weight": 0.1}]})
+rewards(prompts, completions, answer=golds)      # [1.04, None, 0.02]
+rewards.score(prompts, completions, answer=golds).parts["brevity"]
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _evaluate(reward: Reward, prompts: Sequence[Any], completions: Sequence[Any]
         raise RewardError(f"reward {reward.name!r} raised {type(cause).__name__}: {cause}, {where}") from cause
     if not isinstance(values, (list, tuple)) or len(values) != len(completions):
         given = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
-        raise RewardError(f"reward {reward.name!r} returned {given} for {len(completions)} completions; a list of that length is needed")
+        raise RewardError(
+            f"reward {reward.name!r} returned {given} for {len(completions)} completions; a list of that length is needed"
+        )
     return [_number(reward, value, index, completions) for index, value in enumerate(values)]
 
 
@@ -125,7 +127,9 @@ def _number(reward: Reward, value: Any, index: int, completions: Sequence[Any]) 
     if value is None:
         return None
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise RewardError(f"reward {reward.name!r} returned {value!r}, a finite number or None is needed, {_sample(index, completions)}")
+        raise RewardError(
+            f"reward {reward.name!r} returned {value!r}, a finite number or None is needed, {_sample(index, completions)}"
+        )
     return float(value)
 
 
@@ -214,7 +218,9 @@ def _own(path: str, arguments: dict[str, Any]) -> Any:
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise RewardError(f"reward path {path!r}: {module_path} has no function {attribute!r} (it has: {', '.join(functions) or 'none'})")
+        raise RewardError(
+            f"reward path {path!r}: {module_path} has no function {attribute!r} (it has: {', '.join(functions) or 'none'})"
+        )
     try:
         if inspect.isclass(function):
             return function(**arguments)

@@ -1,7 +1,7 @@
 """Run the answer verifier over labelled cases: `python scripts/check_verifier.py CASES.jsonl[.gz] [--show] [--tags]`.
 
-A case is a JSON line with `gold`, `output` and `expected` (bool), and optionally `id`, `kind`, `tags`, `scope` ("pair": the output
-is a bare answer) and `gold_parts` / `output_parts` ([[text, count], ...]). Prints a table by kind and ends with
+A case is a JSON line with `gold`, `output` and `expected` (bool), and optionally `id`, `kind`, `tags`, `scope` ("pair": the
+output is a bare answer) and `gold_parts` / `output_parts` ([[text, count], ...]). Prints a table by kind and ends with
 `untagged A/B agree, W wrong acceptances, R wrong rejections, O over time`.
 """
 
@@ -44,7 +44,9 @@ def output_of(case: dict) -> str:
 
 def tally(cases: list[dict], verdicts: list[Verdict], timeout_s: float) -> dict[str, dict[str, int]]:
     """Counts by kind of: cases, agree, accepted (wrongly), rejected (wrongly), unread (gold), over (the time limit)."""
-    rows: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(("cases", "agree", "accepted", "rejected", "unread", "over"), 0))
+    rows: dict[str, dict[str, int]] = defaultdict(
+        lambda: dict.fromkeys(("cases", "agree", "accepted", "rejected", "unread", "over"), 0)
+    )
     for case, verdict in zip(cases, verdicts, strict=True):
         row = rows[case.get("kind", "all")]
         expected = bool(case["expected"])
@@ -87,15 +89,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.show:
         for case, verdict in judged:
             if bool(verdict.correct) != bool(case["expected"]):
-                name, output = case.get("id", "?"), output_of(case)
+                name, gold, output = case.get("id", "?"), case["gold"][:80], output_of(case)[-100:]
                 tags = ",".join(case.get("tags") or ())
-                print(f"{name} {tags} want {case['expected']}, {verdict.reason}: gold {case['gold'][:80]!r} output {output[-100:]!r}")
+                print(f"{name} {tags} want {case['expected']}, {verdict.reason}: gold {gold!r} output {output!r}")
     print_table(tally([case for case, _ in judged], [verdict for _, verdict in judged], options.timeout))
     slowest = max(verdict.seconds for verdict in verdicts)
-    print(f"{len(cases)} verified in {seconds:.1f} s, the slowest {slowest:.2f} s; " + ", ".join(f"{k} {v}" for k, v in counters.items()))
+    print(
+        f"{len(cases)} verified in {seconds:.1f} s, the slowest {slowest:.2f} s; "
+        + ", ".join(f"{k} {v}" for k, v in counters.items())
+    )
     plain = [(case, verdict) for case, verdict in zip(cases, verdicts, strict=True) if not case.get("tags")]
     rows = tally([case for case, _ in plain], [verdict for _, verdict in plain], options.timeout).values()
-    agree, count, accepted, rejected, over = (sum(row[k] for row in rows) for k in ("agree", "cases", "accepted", "rejected", "over"))
+    agree, count, accepted, rejected, over = (
+        sum(row[k] for row in rows) for k in ("agree", "cases", "accepted", "rejected", "over")
+    )
     print(f"untagged {agree}/{count} agree, {accepted} wrong acceptances, {rejected} wrong rejections, {over} over time")
     return 0
 

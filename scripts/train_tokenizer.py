@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains a byte-level BPE tokenizer with the tagged chat template on JSONL files.
 
-    python scripts/train_tokenizer.py train.jsonl.gz --output tokenizer/ --vocab-size 4096
+python scripts/train_tokenizer.py train.jsonl.gz --output tokenizer/ --vocab-size 4096
 """
 
 from __future__ import annotations

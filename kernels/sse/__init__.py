@@ -11,20 +11,35 @@ Shapes: T packed tokens, H heads, K key width, V value width, N partitions, R ro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs
-from posttrain.kernels.sse.chunked import chunked
-from posttrain.kernels.sse.chunked_gdn import chunked_gdn
+from posttrain.kernels.sse.chunked import run_chunked
+from posttrain.kernels.sse.chunked_gdn import run_chunked_gdn
 from posttrain.kernels.sse.decode import ChunkState, extend
-from posttrain.kernels.sse.reference import reference
+from posttrain.kernels.sse.reference import run_reference
 from posttrain.kernels.sse.routing import balance_loss, route
 
 Backend = Literal["reference", "torch", "triton"]
 
-__all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend"]
+__all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend", "use_backend"]
+
+_default_backend: ContextVar[Backend | None] = ContextVar("sse_backend", default=None)
+
+
+@contextmanager
+def use_backend(backend: Backend | None) -> Iterator[None]:
+    """What `backend=None` means inside the block, for calls that a model makes; None is the best one here."""
+    token = _default_backend.set(backend)
+    try:
+        yield
+    finally:
+        _default_backend.reset(token)
 
 
 def sse(
@@ -194,10 +209,11 @@ def sse_gdn_extend(
 
 
 def _run(x: Inputs, backend: Backend | None) -> tuple[Tensor, Tensor]:
-    if backend is None or backend == "torch":
-        return chunked_gdn(x) if x.is_gdn else chunked(x)
+    backend = backend or _default_backend.get() or "torch"
+    if backend == "torch":
+        return run_chunked_gdn(x) if x.is_gdn else run_chunked(x)
     if backend == "reference":
-        return reference(x)
+        return run_reference(x)
     if backend == "triton":
         raise ValueError("backend='triton' is not built yet; use backend='torch' (also the choice of backend=None) or 'reference'")
     raise ValueError(f"backend={backend!r}, but it must be 'reference', 'torch', 'triton' or None")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
-from posttrain.kernels.sse.grid import GridMap
+from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated
 from posttrain.kernels.sse.plan import ChunkPlan, Select, build_plan
-from posttrain.kernels.sse.scores import SPLIT_LIMIT, nested_scores, nested_scores_backward
+from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, nested_scores, nested_scores_backward
 
 
-def chunked(x: Inputs) -> tuple[Tensor, Tensor]:
+def run_chunked(x: Inputs) -> tuple[Tensor, Tensor]:
     """Runs checked GLA inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V]."""
     plan = build_plan(
         x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None, longest=x.longest
@@ -34,26 +34,23 @@ def chunked(x: Inputs) -> tuple[Tensor, Tensor]:
 
 def rows_on_grid(x: Inputs, m: GridMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, g [NC,H,C,K] and v [NC,H,C,V], the router's weight multiplied in where the gate says so."""
-    q = m.scatter(x.q1, x.q2).to(x.dtype)
-    k = m.scatter(x.k1, x.k2).to(x.dtype)
-    g = m.scatter(x.g1, x.g2).to(x.dtype)
-    v = m.scatter_values(x).to(x.dtype)
-    if x.gate != "none":
-        weight = m.scatter_weight(x.weight.to(x.dtype))
-        q = q * weight if x.gate in ("both", "read") else q
-        k = k * weight if x.gate in ("both", "write") else k
-    return q, k, g, v
+    return (
+        m.scatter(x.q1, read_gated(x, x.q2)).to(x.dtype),
+        m.scatter(x.k1, write_gated(x, x.k2)).to(x.dtype),
+        m.scatter(x.g1, x.g2).to(x.dtype),
+        m.scatter_values(x).to(x.dtype),
+    )
 
 
 def split_rows(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, g [B,C,K] -> q exp(G), k exp(-G), exp(G), exp(-G), and [B,C] whether the split form is safe for a row.
 
-    exp(-G) is cut at exp(SPLIT_LIMIT), which changes no safe row.
+    exp(-G) is cut at SPLIT_GROWTH, which changes no safe row.
     """
     total = torch.cumsum(g, dim=-2)
     safe = total.amin(-1) >= -SPLIT_LIMIT
-    decay = torch.exp(total)
-    growth = torch.exp(total.neg_().clamp_(max=SPLIT_LIMIT))
+    decay = total.exp_()
+    growth = decay.reciprocal().clamp_(max=SPLIT_GROWTH)
     return q * decay, k * growth, decay, growth, safe
 
 
@@ -95,12 +92,14 @@ def scan(d: Tensor, increment: Tensor, initial: Tensor, plan: ChunkPlan) -> tupl
     d [NC,H,K], increment [NC,H,K,V] (overwritten), initial [streams,H,K,V] -> the state at the start of every chunk [NC,H,K,V]
     (the same storage), the final states [streams,H,K,V].
     """
-    state = initial[plan.order]
+    state = initial.index_select(0, plan.order)
     for chunks, streams in plan.steps:
-        before = state[streams] if isinstance(chunks, Tensor) else state[streams].clone()
+        before = state[streams].clone()
         state[streams] = before * d[chunks][..., None] + increment[chunks]
         increment[chunks] = before
-    return increment, state[plan.rank]
+        if not plan.exact:
+            increment[-1] = 0  # ended streams come back to this chunk and must find nothing to add
+    return increment, state.index_select(0, plan.rank)
 
 
 class _ChunkedGLA(torch.autograd.Function):
@@ -128,27 +127,57 @@ class _ChunkedGLA(torch.autograd.Function):
         dstate, dtotal_end, dinitial = _scan_backward(decay[:, -1], from_output, boundary, final, dfinal, ctx.shape, ctx.plan)
         decayed = dstate * decay[:, -1, :, None]
         dscores = torch.bmm(do, v.transpose(1, 2)).tril_()
-        dq_nested = dk_nested = None
+        nested = None
         if unsafe is not None:
-            ok = safe[unsafe]
-            dq_nested, dk_nested = nested_scores_backward(q[unsafe], k[unsafe], g[unsafe], dscores[unsafe] * ~ok[..., None])
-            dscores[unsafe] *= ok[..., None]
-            strong = ~ok[:, -1, None, None]
-            at_end = dstate[unsafe] * strong
-            decayed[unsafe] *= ~strong
-            dk_nested += torch.bmm(v[unsafe], at_end.transpose(1, 2)) * after
+            nested = _Nested(unsafe, q, k, g, v, safe, after, dstate, dscores, decayed)
         dv = torch.bmm(scores.transpose(1, 2), do).baddbmm_(ks, decayed)
         dq = torch.bmm(dscores, ks).baddbmm_(do, boundary.transpose(1, 2)).mul_(decay)
         dk = torch.bmm(dscores.transpose(1, 2), qs).baddbmm_(v, decayed.transpose(1, 2)).mul_(growth)
-        if unsafe is not None:
-            dv[unsafe] += torch.bmm(k[unsafe] * after, at_end)
-            dq[unsafe] += dq_nested
-            dk[unsafe] += dk_nested
+        if nested is not None:
+            nested.add_decayed(dq, dk, dv)
         dtotal = (q * dq).addcmul_(k, dk, value=-1)
+        if nested is not None:
+            nested.add_undecayed(dq, dk, dtotal, dtotal_end, boundary, decay)
         dtotal[:, -1] += dtotal_end
         dg = dtotal.flip(1).cumsum_(1).flip(1)
-        keys, values = (*ctx.shape[:2], -1, ctx.shape[2]), (*ctx.shape[:2], -1, ctx.shape[3])
+        keys, values = (*ctx.shape[:2], *q.shape[1:]), (*ctx.shape[:2], *v.shape[1:])
         return dq.view(keys), dk.view(keys), dg.view(keys), dv.view(values), dinitial, None
+
+
+class _Nested:
+    """The backward pass of the matrices in the nested form. Takes its share out of `dscores` and `decayed`, which the split form reads.
+
+    A row's product with itself, and the last row's write into the end state, know no decay. They are added to dq and dk only
+    after dG = q dq - k dk was made: under a strong decay their rounding would cover dG's tiny values.
+    """
+
+    def __init__(self, unsafe, q, k, g, v, safe, after, dstate, dscores, decayed):
+        self.unsafe, self.q, self.k = unsafe, q[unsafe], k[unsafe]
+        ok = safe[unsafe]
+        own = dscores.diagonal(dim1=1, dim2=2)
+        self.own = own[unsafe].unsqueeze(-1).clone()
+        own[unsafe] = 0
+        self.dq, self.dk = nested_scores_backward(self.q, self.k, g[unsafe], dscores[unsafe] * ~ok[..., None])
+        dscores[unsafe] *= ok[..., None]
+        self.strong = ~ok[:, -1, None, None]
+        self.dend = dstate[unsafe] * self.strong
+        decayed[unsafe] *= ~self.strong
+        self.dk_end = torch.bmm(v[unsafe], self.dend.transpose(1, 2)) * after
+        self.dv = torch.bmm(self.k * after, self.dend)
+
+    def add_decayed(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        dq[self.unsafe] += self.dq
+        dk[self.unsafe] += self.dk
+        dv[self.unsafe] += self.dv
+
+    def add_undecayed(self, dq: Tensor, dk: Tensor, dtotal: Tensor, dtotal_end: Tensor, boundary: Tensor, decay: Tensor) -> None:
+        dq[self.unsafe] += self.own * self.k
+        dk[self.unsafe] += self.own * self.q + self.dk_end
+        flow = self.k * self.dk_end
+        flow[:, -1] = 0
+        dtotal[self.unsafe] -= flow
+        kept = decay[self.unsafe][:, -1] * (boundary[self.unsafe] * self.dend).sum(-1) + flow.sum(1)
+        dtotal_end[self.unsafe] = torch.where(self.strong[..., 0], kept, dtotal_end[self.unsafe])
 
 
 def _scan_backward(
@@ -159,13 +188,16 @@ def _scan_backward(
     from_output [B,K,V] is the gradient that a chunk's own output sends to its start state.
     """
     d, from_output, boundary = d.view(shape[:3]), from_output.view(shape), boundary.view(shape)
-    dstate = dfinal[plan.order]
-    after = final[plan.order]
+    dstate = dfinal.index_select(0, plan.order)
+    after = final.index_select(0, plan.order)
     dend, dlog = torch.empty_like(from_output), torch.empty_like(d)
     for chunks, streams in reversed(plan.steps):
         current = dstate[streams]
         dend[chunks] = current
         dlog[chunks] = (current * after[streams]).sum(-1)
         dstate[streams] = current * d[chunks][..., None] + from_output[chunks]
-        after[streams] = boundary[chunks]
-    return dend.flatten(0, 1), dlog.flatten(0, 1), dstate[plan.rank]
+        before = boundary[chunks]
+        if isinstance(chunks, Tensor):  # a stream that has ended by this step visits the padding chunk: its end state stands
+            before = torch.where((chunks < boundary.shape[0] - 1)[:, None, None, None], before, after)
+        after[streams] = before
+    return dend.flatten(0, 1), dlog.flatten(0, 1), dstate.index_select(0, plan.rank)

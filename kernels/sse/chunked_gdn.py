@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
-from posttrain.kernels.sse.grid import GridMap
+from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated, writes_gated
 from posttrain.kernels.sse.plan import ChunkPlan, build_plan
 
 
-def chunked_gdn(x: Inputs) -> tuple[Tensor, Tensor]:
+def run_chunked_gdn(x: Inputs) -> tuple[Tensor, Tensor]:
     """Runs checked gated-delta inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V]."""
     plan = build_plan(
         x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None, longest=x.longest
@@ -35,17 +35,13 @@ def chunked_gdn(x: Inputs) -> tuple[Tensor, Tensor]:
 def gdn_rows_on_grid(x: Inputs, m: GridMap) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k [NC,H,C,K], g, b [NC,H,C], v [NC,H,C,V], the router's weight multiplied into v and q where the gate says so."""
     assert x.b2 is not None
-    q = m.scatter(x.q1, x.q2).to(x.dtype)
+    q = m.scatter(x.q1, read_gated(x, x.q2)).to(x.dtype)
     k = m.scatter(x.k1, x.k2).to(x.dtype)
-    v = m.scatter_values(x).to(x.dtype)
+    v = (m.scatter(x.v if m.shared else None, write_gated(x, x.v2)) if writes_gated(x) else m.scatter_values(x)).to(x.dtype)
     routes = max(x.g2.shape[1], x.b2.shape[1])
     routed = torch.stack([a.to(x.dtype).expand(-1, routes, -1) for a in (x.g2, x.b2)], dim=-1)
     shared = None if x.g1 is None or x.b1 is None else torch.stack([x.g1.to(x.dtype), x.b1.to(x.dtype)], dim=-1)
     g, b = m.scatter(shared, routed).unbind(-1)
-    if x.gate != "none":
-        weight = m.scatter_weight(x.weight.to(x.dtype))
-        q = q * weight if x.gate in ("both", "read") else q
-        v = v * weight if x.gate in ("both", "write") else v
     return q, k, g, b, v
 
 
@@ -80,7 +76,7 @@ class GDNScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, d, kd, u0, w, initial, plan: ChunkPlan):
-        state = initial[plan.order]
+        state = initial.index_select(0, plan.order)
         boundary = initial.new_empty(*d.shape, *initial.shape[2:])
         u = torch.empty_like(u0, memory_format=torch.contiguous_format)
         for chunks, streams in plan.steps:
@@ -90,12 +86,12 @@ class GDNScan(torch.autograd.Function):
             state[streams] = before * d[chunks][..., None, None] + torch.matmul(kd[chunks].transpose(-1, -2), correction)
         ctx.plan = plan
         ctx.save_for_backward(d, kd, w, boundary, u)
-        return boundary, u, state[plan.rank]
+        return boundary, u, state.index_select(0, plan.rank)
 
     @staticmethod
     def backward(ctx, dboundary, du, dfinal):
         d, kd, w, boundary, u = ctx.saved_tensors
-        dstate = dfinal[ctx.plan.order]
+        dstate = dfinal.index_select(0, ctx.plan.order)
         du = du.clone()
         dend = torch.empty_like(boundary)
         for chunks, streams in reversed(ctx.plan.steps):
@@ -109,4 +105,4 @@ class GDNScan(torch.autograd.Function):
         dd = (boundary * dend).sum((-1, -2))
         dkd = torch.matmul(u, dend.transpose(-1, -2))
         dw = -torch.matmul(du, boundary.transpose(-1, -2))
-        return dd, dkd, du, dw, dstate[ctx.plan.rank], None
+        return dd, dkd, du, dw, dstate.index_select(0, ctx.plan.rank), None

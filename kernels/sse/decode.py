@@ -29,7 +29,7 @@ class ChunkState:
         boundary: [slots, 1+N, H, K, V], the state at the last chunk boundary (row 0 the shared partition).
         pending: rows since then, [slots, 1+N, H, C, .], zero past `count`: k (write gate applied; GLA), v (write gate applied;
             gated delta rule), g, and b for the gated delta rule ([slots, 1+N, H, C]). Besides, what one-token steps reuse: GLA
-            `ks` = k exp(-G), the gated delta rule the corrections `u`.
+            `ks` = k exp(-G) as [slots, 1+N, H, K, C], the gated delta rule the corrections `u`.
         total: float64 decay summed over the pending rows, [slots, 1+N, H, K] or [slots, 1+N, H].
         count: [slots, 1+N] int64, pending rows, below C.
     """
@@ -70,7 +70,7 @@ class ChunkState:
 
         pending = {"k": zeros(chunk_size, key_dim), "v": zeros(chunk_size, value_dim)}
         if transition == "gla":
-            pending |= {"g": zeros(chunk_size, key_dim), "ks": zeros(chunk_size, key_dim)}
+            pending |= {"g": zeros(chunk_size, key_dim), "ks": zeros(key_dim, chunk_size)}
             total = zeros(key_dim, as_type=torch.float64)
         else:
             pending |= {"g": zeros(chunk_size), "b": zeros(chunk_size), "u": zeros(chunk_size, value_dim)}
@@ -105,7 +105,7 @@ class ChunkState:
         (source,) = self._checked([src]).tolist()
         dst = self._checked(dst)
         for a in self._tensors().values():
-            a[dst] = a[source]
+            a[dst] = a[source].clone()
 
     def export(self, slot: int) -> dict[str, Tensor]:
         """CPU copies of one slot, for `load`."""
@@ -169,7 +169,7 @@ def _check_state(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
     slots = state._checked(slots)
     if slots.shape[0] != x.cu_seqlens.shape[0] - 1:
         raise ValueError(f"slots must name one slot a sequence, got {slots.shape[0]} for {x.cu_seqlens.shape[0] - 1} sequences")
-    if slots.device.type == "cpu" and slots.unique().numel() != slots.numel():
+    if slots.device.type == "cpu" and len(set(slots.tolist())) != slots.numel():
         raise ValueError(f"slots must differ, got {slots.tolist()}")
     return slots
 
@@ -210,10 +210,10 @@ def _extend_gla(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, 
     _prepend_pending(state, streams, plan, rows)
     p = chunk_products(*(a.flatten(0, 1) for a in (q, k, g, v)))
     shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
-    initial = state.boundary.flatten(0, 1)[streams]
+    initial = state.boundary.flatten(0, 1).index_select(0, streams)
     boundary, final = scan(p["d"].view(shape[:3]), p["increment"].view(shape), initial, plan)
     o = torch.bmm(p["scores"], v.flatten(0, 1)).baddbmm_(p["qs"], boundary.flatten(0, 1))
-    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "ks": p["ks"].view(k.shape)})
+    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "ks": p["ks"].view(k.shape).transpose(2, 3)})
     return o.view(v.shape)
 
 
@@ -222,7 +222,7 @@ def _extend_gdn(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, 
     rows = {"k": k, "g": g, "b": b, "v": v}
     _prepend_pending(state, streams, plan, rows)
     qd, attention, kd, d, u0, w = gdn_products(q, k, g, b, v)
-    boundary, u, final = GDNScan.apply(d, kd, u0, w, state.boundary.flatten(0, 1)[streams], plan)
+    boundary, u, final = GDNScan.apply(d, kd, u0, w, state.boundary.flatten(0, 1).index_select(0, streams), plan)
     _keep_unfinished(state, streams, plan, boundary, final, {**rows, "u": u})
     return torch.matmul(qd, boundary) + torch.matmul(attention, u)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.chunked_gdn import gdn_products
-from posttrain.kernels.sse.scores import SPLIT_LIMIT, nested_scores
+from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, nested_scores
 
 if TYPE_CHECKING:
     from posttrain.kernels.sse.decode import ChunkState
@@ -27,31 +27,40 @@ def one_token_gla(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
         q = q * weight if x.gate in ("both", "read") else q
         k = k * weight if x.gate in ("both", "write") else k
     pools = {name: a.flatten(0, 1) for name, a in state.pending.items()}
-    count = state.count.view(-1)[rows]
-    sums = state.total.flatten(0, 1)[rows].add_(g)
+    count = state.count.view(-1).index_select(0, rows)
+    sums = state.total.flatten(0, 1).index_select(0, rows).add_(g)
     total = sums.to(x.dtype)
     decay = torch.exp(total)
-    ks = k * torch.exp((-total).clamp_(max=SPLIT_LIMIT))
+    ks = k * decay.reciprocal().clamp_(max=SPLIT_GROWTH)
     qs = q * decay
-    for name, row in (("k", k), ("g", g), ("v", v), ("ks", ks)):
-        pools[name][rows, :, count] = row
-    keys, values = pools["ks"][rows].flatten(0, 1), pools["v"][rows].flatten(0, 1)
+    _write(pools, rows, count, {"k": k, "g": g, "v": v})
+    pools["ks"][rows, :, :, count] = ks
     boundary = state.boundary.flatten(0, 1)
-    start = boundary[rows].flatten(0, 1)
-    read = qs.flatten(0, 1)[:, None]
-    scores = torch.bmm(read, keys.transpose(1, 2))
+    scores = _weighted_rows(pools["ks"], rows, qs)
     strong = (total.amin((-1, -2)) < -SPLIT_LIMIT).nonzero()[:, 0]
     if strong.numel():
-        scores.view(*q.shape[:2], -1)[strong] = _strong_scores(q[strong], pools["k"][rows[strong]], pools["g"][rows[strong]])
-    o = torch.bmm(scores, values).baddbmm_(read, start)
-    state.total.flatten(0, 1)[rows] = sums
-    state.count.view(-1)[rows] = count + 1
+        scores[strong] = _strong_scores(q[strong], pools["k"][rows[strong]], pools["g"][rows[strong]])
+    o = _weighted_rows(pools["v"], rows, scores).add_(_weighted_rows(boundary, rows, qs))
+    state.total.flatten(0, 1).index_copy_(0, rows, sums)
+    state.count.view(-1).index_copy_(0, rows, count + 1)
     full = (count == x.chunk_size - 1).nonzero()[:, 0]
     if full.numel():
         target = rows[full]
         boundary[target] = fold_gla(boundary[target], *(pools[n][target] for n in ("k", "g", "v", "ks")), total[full])
         _clear(state, target)
     return o.view(slots.shape[0], -1, *v.shape[1:]).sum(1)
+
+
+def _weighted_rows(pool: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_d weights[n,h,d] pool[rows[n],h,d] for weights [n,H,D] and pool [.,H,D,E] -> [n,H,E].
+
+    An embedding bag reads the rows where they lie; gathering them for a batched product costs twice the time on a CPU.
+    """
+    n, heads, width = weights.shape
+    index = (rows[:, None] * (heads * width) + torch.arange(heads * width, device=rows.device)).view(n * heads, width)
+    flat = pool.flatten(0, 2)
+    out = torch.nn.functional.embedding_bag(index, flat, per_sample_weights=weights.reshape(n * heads, width), mode="sum")
+    return out.view(n, heads, -1)
 
 
 def _strong_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
@@ -61,10 +70,11 @@ def _strong_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def fold_gla(start: Tensor, k: Tensor, g: Tensor, v: Tensor, ks: Tensor, total: Tensor) -> Tensor:
-    """The state after a full chunk, as `chunked.scan` computes it: start [n,H,K,V], rows [n,H,C,.], total [n,H,K]."""
+    """The state after a full chunk, as `chunked.scan` computes it: start [n,H,K,V], rows [n,H,C,.], ks [n,H,K,C], total [n,H,K]."""
     d = torch.exp(total)
     flat_v = v.flatten(0, 1)
-    increment = torch.bmm(ks.flatten(0, 1).transpose(1, 2), flat_v).mul_(d.flatten(0, 1)[..., None])
+    rows = ks.flatten(0, 1).transpose(1, 2).contiguous()  # the layout that the trainer's product reads, for its bits
+    increment = torch.bmm(rows.transpose(1, 2), flat_v).mul_(d.flatten(0, 1)[..., None])
     strong = (total.flatten(0, 1).amin(-1) < -SPLIT_LIMIT).nonzero()[:, 0]
     if strong.numel():
         flat_k, flat_g = k.flatten(0, 1)[strong], g.flatten(0, 1)[strong]
@@ -83,21 +93,20 @@ def one_token_gdn(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
         q = q * weight if x.gate in ("both", "read") else q
         v = v * weight if x.gate in ("both", "write") else v
     pools = {name: a.flatten(0, 1) for name, a in state.pending.items()}
-    count = state.count.view(-1)[rows]
-    sums = state.total.flatten(0, 1)[rows].add_(g)
+    count = state.count.view(-1).index_select(0, rows)
+    sums = state.total.flatten(0, 1).index_select(0, rows).add_(g)
     boundary = state.boundary.flatten(0, 1)
-    pending_g = pools["g"][rows].double()
+    pending_g = pools["g"].index_select(0, rows).double()
     decay = torch.exp(sums[..., None] - pending_g.cumsum(-1)).to(x.dtype).flatten(0, 1)[:, None]
     asked = torch.stack([k, q], dim=2).flatten(0, 1)
-    found = torch.bmm(asked, boundary[rows].flatten(0, 1)).mul_(torch.exp(sums).to(x.dtype).flatten()[:, None, None])
-    scores = torch.bmm(asked, pools["k"][rows].flatten(0, 1).transpose(1, 2)).mul_(decay)
-    found = found.baddbmm_(scores, pools["u"][rows].flatten(0, 1)).view(*k.shape[:2], 2, -1)
+    found = torch.bmm(asked, boundary.index_select(0, rows).flatten(0, 1)).mul_(torch.exp(sums).to(x.dtype).flatten()[:, None, None])
+    scores = torch.bmm(asked, pools["k"].index_select(0, rows).flatten(0, 1).transpose(1, 2)).mul_(decay)
+    found = found.baddbmm_(scores, pools["u"].index_select(0, rows).flatten(0, 1)).view(*k.shape[:2], 2, -1)
     u = b[..., None] * (v - found[:, :, 0])
     o = found[:, :, 1] + (q * k).sum(-1, keepdim=True) * u
-    for name, row in (("k", k), ("g", g), ("b", b), ("v", v), ("u", u)):
-        pools[name][rows, :, count] = row
-    state.total.flatten(0, 1)[rows] = sums
-    state.count.view(-1)[rows] = count + 1
+    _write(pools, rows, count, {"k": k, "g": g, "b": b, "v": v, "u": u})
+    state.total.flatten(0, 1).index_copy_(0, rows, sums)
+    state.count.view(-1).index_copy_(0, rows, count + 1)
     full = (count == x.chunk_size - 1).nonzero()[:, 0]
     if full.numel():
         target = rows[full]
@@ -128,6 +137,14 @@ def _pick(first: Tensor | None, second: Tensor, x: Inputs) -> Tensor:
     routed = second.expand(-1, x.index.shape[1], *second.shape[2:])
     both = routed if x.q1 is None or first is None else torch.cat([first[:, None], routed], dim=1)
     return both.flatten(0, 1).to(x.dtype)
+
+
+def _write(pools: dict[str, Tensor], rows: Tensor, count: Tensor, new: dict[str, Tensor]) -> None:
+    """Puts new [B*J,H,...] behind the `count` pending rows of each (slot, partition); pools [slots*(1+N),H,C,...]."""
+    heads, size = pools["k"].shape[1:3]
+    place = ((rows[:, None] * heads + torch.arange(heads, device=rows.device)) * size + count[:, None]).view(-1)
+    for name, row in new.items():
+        pools[name].flatten(0, 2).index_copy_(0, place, row.flatten(0, 1).to(pools[name].dtype))
 
 
 def _clear(state: ChunkState, rows: Tensor) -> None:

@@ -9,6 +9,24 @@ from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.plan import ChunkPlan
 
 
+def writes_gated(x: Inputs) -> bool:
+    return x.gate in ("both", "write")
+
+
+def read_gated(x: Inputs, a: Tensor) -> Tensor:
+    """a [T,1|R,H,D] of the routed rows, times the router's weight where the gate is on reading -> [T,1|R,H,D]."""
+    return _gated(x, a) if x.gate in ("both", "read") else a
+
+
+def write_gated(x: Inputs, a: Tensor) -> Tensor:
+    """As `read_gated` for writing."""
+    return _gated(x, a) if writes_gated(x) else a
+
+
+def _gated(x: Inputs, a: Tensor) -> Tensor:
+    return a.to(x.dtype) * x.weight.to(x.dtype)[..., None, None]
+
+
 class GridMap:
     """Row indices of one call, expanded over heads once and used by every tensor.
 
@@ -48,6 +66,8 @@ class GridMap:
 
     def scatter(self, first: Tensor | None, second: Tensor) -> Tensor:
         """first [T,H,D] feeds the shared rows, second [T,1|R,H,D] the routed ones -> [NC,H,C,D], zero where there is no row."""
+        if first is not None and first.dtype != second.dtype:
+            first = first.to(second.dtype)
         return _ToGrid.apply(first, second, self, False)
 
     def scatter_values(self, x: Inputs) -> Tensor:
@@ -55,10 +75,6 @@ class GridMap:
         if x.same_values:
             return _ToGrid.apply(None, x.v2, self, True)
         return self.scatter(x.v if self.shared else None, x.v2)
-
-    def scatter_weight(self, weight: Tensor) -> Tensor:
-        """weight [T,R] -> [NC,1,C,1], one in the shared rows and where there is no row."""
-        return _WeightToGrid.apply(weight, self)
 
     def gather(self, grid: Tensor) -> Tensor:
         """[NC,H,C,D] -> [T,H,D], summing a token's rows: shared first, then its routes in order."""
@@ -114,18 +130,3 @@ class _FromGrid(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _to_grid(None, grad[:, None].contiguous(), ctx.m, True), None
-
-
-class _WeightToGrid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, m):
-        ctx.m = m
-        flat = torch.cat([weight.reshape(-1), weight.new_ones(1)])
-        rows, last = m.plan.rows - m.shared, weight.numel()
-        index = torch.where((rows >= 0) & (rows < last), rows, last)
-        return flat[index][:, None, :, None]
-
-    @staticmethod
-    def backward(ctx, grad):
-        m = ctx.m
-        return grad.reshape(-1)[m.plan.place[m.shared :]].view(m.tokens, m.routes), None

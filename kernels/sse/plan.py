@@ -54,6 +54,7 @@ def build_plan(
     shared: bool,
     longest: int,
     pending: Tensor | None = None,
+    exact: bool | None = None,
 ) -> ChunkPlan:
     """Sorts the rows of a call onto the grid.
 
@@ -62,6 +63,7 @@ def build_plan(
         cu_seqlens: [S+1] on the same device.
         longest: no sequence is longer than this; bounds the number of scan steps.
         pending: [S * (1+N)] rows that each stream already has in its unfinished chunk (decoding), all below C.
+        exact: size the grid by what is there (reads values back); by default on the CPU only.
     """
     tokens, routes = index.shape
     sequences, streams_each = cu_seqlens.shape[0] - 1, 1 + num_partitions
@@ -84,7 +86,8 @@ def build_plan(
     ordinal, within = position // chunk_size, position % chunk_size
     chunks = (counts + chunk_size - 1) // chunk_size
     held = 0 if pending is None else chunk_size - 1
-    if device.type == "cpu":
+    exact = device.type == "cpu" if exact is None else exact
+    if exact:
         num_chunks, order, offsets, steps = _exact_steps(chunks)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(streams)
@@ -103,7 +106,7 @@ def build_plan(
     grid[place] = torch.arange(rows, device=device)
     return ChunkPlan(
         chunk_size=chunk_size, rows=grid.view(num_chunks, chunk_size), place=place, steps=steps, order=order, rank=rank,
-        counts=counts, offsets=offsets, exact=device.type == "cpu",
+        counts=counts, offsets=offsets, exact=exact,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from posttrain.kernels.sse.checks import Inputs
 
 
-def reference(x: Inputs) -> tuple[Tensor, Tensor]:
+def run_reference(x: Inputs) -> tuple[Tensor, Tensor]:
     """Runs checked inputs; see `sse` and `sse_gdn` for the meaning of every tensor.
 
     Returns:
@@ -35,7 +35,7 @@ def reference(x: Inputs) -> tuple[Tensor, Tensor]:
                 out = out + (weight * read if x.gate in ("both", "read") else read)
             outputs.append(x.scale * out)
         finals.append(torch.stack(state))
-    o = torch.stack(outputs) if outputs else x.v.new_zeros(x.v.shape)
+    o = torch.stack(outputs) if outputs else x.v * 0
     final = torch.stack(finals) if finals else x.initial_state.to(dtype)
     return o.to(x.v.dtype), final
 

@@ -10,11 +10,14 @@ token changes a bit of it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 # exp(40) squared is far from fp32's largest number, and rounding 40 costs 2e-6 of a product at most.
 SPLIT_LIMIT = 40.0
+SPLIT_GROWTH = math.exp(SPLIT_LIMIT)
 
 
 def nested_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,14 +34,14 @@ def nested_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nested_scores_backward(q: Tensor, k: Tensor, g: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of q and k [B, C, K] for grad [B, C, C] of the scores (only its lower triangle is read).
+    """Gradients of q and k [B, C, K] for grad [B, C, C] of the scores (only what lies below its diagonal is read).
 
     The gradient of the accumulated decay follows from them: dG = q dq - k dk, since scores depend on G_i - G_j alone.
     """
     size, dtype = q.shape[1], q.dtype
-    diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     padded = _pad_square(grad)
-    dq, dk = _pad_rows(diagonal * k), _pad_rows(diagonal * q)
+    dq = _pad_rows(torch.zeros_like(q))
+    dk = torch.zeros_like(dq)
     for q_upper, k_lower, cut, _ in _levels(q, k, g):
         block = cut(padded).to(dtype)
         decay_q, decay_k = torch.exp(q_upper[1]), torch.exp(k_lower[1])

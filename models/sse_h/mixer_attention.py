@@ -77,13 +77,12 @@ class AttentionMixer(nn.Module):
         x: Tensor,
         *,
         lengths: Sequence[int],
-        cu_seqlens: Tensor,
         rotary: tuple[Tensor, Tensor],
         pool: KVPool | None = None,
         slots: Sequence[int] = (),
         starts: Sequence[int] = (),
     ) -> Tensor:
-        """`lengths` and `cu_seqlens` [S+1] bound the packed sequences, none empty; with a `pool`, sequence s continues
+        """`lengths` of the packed sequences, none of them 0; with a `pool`, sequence s continues
         slot `slots[s]`, which holds `starts[s]` tokens."""
         tokens = x.shape[0]
         q = self.q_proj(x).view(tokens, self.heads, self.head_dim)
@@ -95,7 +94,7 @@ class AttentionMixer(nn.Module):
         if pool is not None:
             o = self._extend(q, k, v, lengths, pool, slots, starts)
         elif self._use_varlen(q):
-            o = self._varlen(q, k, v, lengths, cu_seqlens)
+            o = self._varlen(q, k, v, lengths)
         else:
             pieces = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
             outs = [self._one_sequence(*piece) for piece in pieces]
@@ -106,11 +105,11 @@ class AttentionMixer(nn.Module):
     def _use_varlen(q: Tensor) -> bool:
         return varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], cu_seqlens: Tensor) -> Tensor:
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        cu = cu_seqlens.to(device=q.device, dtype=torch.int32, non_blocking=True)
+        cu = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(q.device, non_blocking=True)
         longest = max(lengths)
         window = (-1 if self.window is None else self.window - 1, 0)
         return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)

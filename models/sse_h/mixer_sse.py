@@ -8,6 +8,7 @@ Pair index 0 (and the first half of the gated delta rule's gates) drives the sha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
 from posttrain.models.linear import Linear, RMSNorm, elementwise, silu
+from posttrain.models.packing import Part
 from posttrain.models.sse_h.configuration import SSEHConfig
 
 # Under the root of the L2 norm of queries and keys, as in the published gated-delta layers.
@@ -73,26 +75,41 @@ class SSEMixerBase(nn.Module):
         self,
         x: Tensor,
         *,
-        cu_seqlens: Tensor,
+        parts: Sequence[Part],
         state: ChunkState | None = None,
-        slots: Tensor | None = None,
         router_index: Tensor | None = None,
         with_balance_loss: bool = False,
     ) -> MixerOutput:
-        """`router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
+        """`parts` cover the packed tokens; with a `state`, they say which slots their sequences continue (no gradients then).
+        `router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
         probs, weight, index = self._route(x, router_index)
         q1, k1, q2, k2, v, v2 = self._project(x, index)
-        common: dict[str, Any] = {"num_partitions": self.partitions, "cu_seqlens": cu_seqlens, "gate": self.router_gate}
-        if v2 is not None:
-            common["v2"] = v2
-        if state is not None:
-            common.update(state=state, slots=slots)
-        o = self._mix(x, q1, k1, q2, k2, v, weight, index, common)
+        o = self._mix_parts(x, (q1, k1, q2, k2, v, weight, index), v2, parts, state)
         y = self.o_norm(o).reshape(x.shape[0], -1)
         if self.g_proj is not None:
             y = y * silu(self.g_proj(x))
         balance = balance_loss(probs, index) if with_balance_loss else None
         return MixerOutput(o=o, y=self.o_proj(y), balance_loss=balance, index=index)
+
+    def _mix_parts(
+        self, x: Tensor, tensors: tuple[Tensor, ...], v2: Tensor | None, parts: Sequence[Part], state: ChunkState | None
+    ) -> Tensor:
+        """The operator over each part -> o [T, H, V]."""
+        o = None
+        for part in parts:
+            common: dict[str, Any] = {"num_partitions": self.partitions, "cu_seqlens": part.cu_seqlens, "gate": self.router_gate}
+            if state is not None:
+                common.update(state=state, slots=part.slots)
+            rows = part.rows
+            if v2 is not None:
+                common["v2"] = v2 if rows is None else v2[rows]
+            if rows is None:
+                return self._mix(x, *tensors, common)
+            done = self._mix(x[rows], *(a[rows] for a in tensors), common)
+            o = done.new_empty(x.shape[0], *done.shape[1:]) if o is None else o
+            o[rows] = done
+        assert o is not None, "a forward has at least one part"
+        return o
 
     def _route(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.e_proj(x)

@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.linear import Linear, RMSNorm, SwiGLU
 from posttrain.models.loss import chunked_cross_entropy, shift_labels
-from posttrain.models.packing import Packing, make_packing
+from posttrain.models.packing import Packing, Part, make_packing, make_parts
 from posttrain.models.sizes import SSE_LAYER_TYPES
 from posttrain.models.sse_h.configuration import SSEHConfig
 from posttrain.models.sse_h.mixer_attention import AttentionMixer, RotaryTable
@@ -65,12 +65,11 @@ class Step:
     """What every layer needs to know about the packed tokens of one forward. `lengths` has no empty sequence."""
 
     lengths: list[int]
-    cu_seqlens: Tensor
+    parts: tuple[Part, ...]
     rotary: tuple[Tensor, Tensor] | None
     with_balance_loss: bool
     cache: SlotCache | None = None
     slots: list[int] | None = None
-    slot_tensor: Tensor | None = None
     starts: list[int] | None = None
 
 
@@ -97,16 +96,15 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
         if self.routed:
             out = self.mixer(
                 h,
-                cu_seqlens=step.cu_seqlens,
+                parts=step.parts,
                 state=state,
-                slots=step.slot_tensor,
                 router_index=router_index,
                 with_balance_loss=step.with_balance_loss,
             )
             x, balance, index = x + out.y, out.balance_loss, out.index
         else:
             pool = {"pool": state, "slots": step.slots, "starts": step.starts} if isinstance(state, KVPool) else {}
-            x = x + self.mixer(h, lengths=step.lengths, cu_seqlens=step.cu_seqlens, rotary=step.rotary, **pool)
+            x = x + self.mixer(h, lengths=step.lengths, rotary=step.rotary, **pool)
         return x + self.mlp(self.post_attention_layernorm(x)), balance, index
 
 
@@ -259,12 +257,11 @@ class SSEHModel(SSEHPreTrainedModel):
             rotary = self.rotary(positions.to(device, non_blocking=True), longest)
         return Step(
             lengths=lengths,
-            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+            parts=make_parts(lengths, slot_tensor, device),
             rotary=rotary,
             with_balance_loss=self.training,
             cache=cache,
             slots=slots,
-            slot_tensor=slot_tensor,
             starts=starts,
         )
 

@@ -1,7 +1,7 @@
 """Recipes: parsed safely, validated whole, and without importing torch.
 
-    recipe = load_recipe("recipes/demo.yaml", ["trainer.learning_rate=2e-5"])
-    recipe.model_dump(mode="json")      # the resolved recipe; Recipe.model_validate(...) reads it back
+recipe = load_recipe("recipes/demo.yaml", ["trainer.learning_rate=2e-5"])
+recipe.model_dump(mode="json")      # the resolved recipe; Recipe.model_validate(...) reads it back
 """
 
 from posttrain.config.data import ArithmeticConfig, ColumnMap, DataConfig, DataSource, FilterConfig, ModelConfig

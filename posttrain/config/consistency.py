@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ def problems(recipe: Recipe) -> list[str]:
     if "sft" in recipe.stages:
         found += _sft(recipe)
     if "grpo" in recipe.stages:
-        found += _grpo(recipe)
+        found += _grpo(recipe) + _rewards(recipe)
     if "eval" in recipe.stages:
         found += _eval(recipe)
     return found
@@ -49,7 +50,9 @@ def _model(recipe: Recipe) -> list[str]:
         return []
     allowed = [*DEFAULTS, *TOKEN_IDS]
     unknown = [
-        f"model.init.{name}: unknown field of SSEHConfig{nearest(name, allowed)}" for name in recipe.model.init if name not in allowed
+        f"model.init.{name}: unknown field of SSEHConfig{nearest(name, allowed)}"
+        for name in recipe.model.init
+        if name not in allowed
     ]
     if unknown:
         return unknown
@@ -69,7 +72,7 @@ def _stages(recipe: Recipe) -> list[str]:
 
 def _decontaminate(recipe: Recipe) -> list[str]:
     return [
-        f"data.decontaminate: {name!r} is neither a suite of this recipe, nor a known one, nor a JSONL file{nearest(name, list(SUITES))}"
+        f"data.decontaminate: {name!r} is neither a suite nor a JSONL file{nearest(name, [*SUITES, *recipe.eval.suites])}"
         for name in recipe.data.decontaminate
         if name not in SUITES and name not in recipe.eval.suites and not _looks_like_file(name)
     ]
@@ -127,6 +130,33 @@ def _grpo(recipe: Recipe) -> list[str]:
     return found
 
 
+def _rewards(recipe: Recipe) -> list[str]:
+    """Names and arguments of built-in rewards, and the files of others (which are not run here)."""
+    from posttrain.rewards.registry import NAMED
+
+    found = []
+    for i, function in enumerate(recipe.reward.functions):
+        key = f"reward.functions.{i}"
+        if function.name is None:
+            file = (function.path or "").rpartition(":")[0]
+            if file.endswith(".py") and not Path(file).is_file():
+                found.append(f"{key}.path: no such file {file!r} (paths start at the folder of the command)")
+        elif function.name not in NAMED:
+            known = list(NAMED)
+            found.append(
+                f"{key}.name: unknown reward {function.name!r}; known: {', '.join(known)}{nearest(function.name, known)}"
+            )
+        else:
+            taken = [name for name in inspect.signature(NAMED[function.name]).parameters if name != "pool"]
+            found += [
+                f"{key}.args.{name}: {function.name} takes no such argument"
+                + (nearest(name, taken) or f"; it takes: {', '.join(taken)}")
+                for name in function.args
+                if name not in taken
+            ]
+    return found
+
+
 def _eval(recipe: Recipe) -> list[str]:
     if not recipe.eval.suites:
         return ["eval.suites: the stage eval needs at least one suite"]
@@ -142,7 +172,8 @@ def _fits(recipe: Recipe, key: str, completion: int) -> list[str]:
     needed = recipe.data.max_prompt_length + completion
     limits = {"rollout.max_length": recipe.rollout.max_length, "the model's max_position_embeddings": context_length(recipe)}
     return [
-        f"{key}: {completion} tokens and data.max_prompt_length {recipe.data.max_prompt_length} make {needed}, above {name} {limit}"
+        f"{key}: {completion} tokens and data.max_prompt_length {recipe.data.max_prompt_length} make {needed}, "
+        f"above {name} {limit}"
         for name, limit in limits.items()
         if limit is not None and needed > limit
     ]

@@ -26,7 +26,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -81,21 +83,27 @@ def _read(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], Marks]:
 
 
 def _parse(text: str, origin: str) -> tuple[dict[str, Any], Marks]:
-    loader = _Loader(text)
-    loader.name = origin
     marks: Marks = {}
     try:
-        node = loader.get_single_node()
-        content = {} if node is None else _construct(loader, node, (), marks, [0])
+        content = _load(text, origin, (), marks)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from None
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: nested too deeply for a recipe") from None
-    finally:
-        loader.dispose()
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"{origin}: a recipe is a mapping of sections, got {type(content).__name__}")
     return content, marks
+
+
+def _load(text: str, origin: str, key: Key, marks: Marks) -> Any:
+    loader = _Loader(text)
+    loader.name = origin
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _construct(loader, node, key, marks, [0])
+    finally:
+        loader.dispose()
 
 
 def _construct(loader: _Loader, node: yaml.Node, key: Key, marks: Marks, count: list[int]) -> Any:
@@ -138,15 +146,10 @@ def _override(content: dict[str, Any], marks: Marks, text: str) -> None:
     keys = name.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {text!r}: write section.key=value, for example trainer.learning_rate=2e-5")
-    loader = _Loader(raw)
-    loader.name = f"override {text!r}"
     try:
-        node = loader.get_single_node()
-        value = None if node is None else _construct(loader, node, tuple(keys), {}, [0])
-    except yaml.YAMLError:
+        value = _load(raw, f"override {text!r}", tuple(keys), {})
+    except (yaml.YAMLError, RecursionError):
         raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
-    finally:
-        loader.dispose()
     target: Any = content
     for depth, key in enumerate(keys[:-1]):
         if isinstance(target, list):
@@ -161,7 +164,7 @@ def _override(content: dict[str, Any], marks: Marks, text: str) -> None:
         target[_position(target, keys[-1], text)] = value
     else:
         target[keys[-1]] = value
-    marks[tuple(int(k) if k.isdigit() else k for k in keys)] = f"override {text!r}"
+    marks[_key(name.strip())] = f"override {text!r}"
 
 
 def _position(items: list[Any], key: str, text: str) -> int:
@@ -187,7 +190,7 @@ def _describe(error: ValidationError, content: dict[str, Any], marks: Marks, ori
             lines.append(f"{_where(marks, key, origin)}: {_dotted(key)}: missing, but needed")
         elif item["type"] == "value_error" and not key:
             for line in str(cause).splitlines():
-                named = tuple(line.partition(":")[0].split("."))
+                named = _key(line.partition(":")[0])
                 lines.append(f"{_where(marks, named, origin)}: {line}")
         elif item["type"] == "value_error":
             lines.append(f"{_where(marks, key, origin)}: {_dotted(key)}: {cause}")
@@ -247,3 +250,7 @@ def _dotted(key: Key) -> str:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def _key(dotted: str) -> Key:
+    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))

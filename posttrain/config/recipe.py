@@ -30,7 +30,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: weights, order of the data, rollouts."""
 
-    stages: Annotated[list[StageName], Field(min_length=1, default_factory=lambda: list(STAGES))]
+    stages: list[StageName] = Field(default_factory=lambda: list(STAGES), min_length=1)
     """What `posttrain run` runs, in this order."""
 
     model: ModelConfig

@@ -61,7 +61,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """What a completion earns, and the limits of the verifier's processes."""
 
-    functions: Annotated[list[RewardFunction], Field(min_length=1, default_factory=lambda: [RewardFunction(name="accuracy")])]
+    functions: list[RewardFunction] = Field(default_factory=lambda: [RewardFunction(name="maths")], min_length=1)
     """Rewards that are summed with their weights."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
@@ -179,13 +179,13 @@ class SuiteConfig(Sampling):
 
     def source(self) -> DataSource:
         """The problems, as `posttrain.data.load_source` reads them."""
-        common = {"columns": self.columns, "limit": self.limit, "answer_after": self.answer_after}
+        split = self.split or "test"
         if self.arithmetic is not None:
-            common = {"limit": self.limit, "split": self.split, "seed": self.data_seed}
-            return DataSource(kind="arithmetic", arithmetic=self.arithmetic, **common)
+            return DataSource(kind="arithmetic", arithmetic=self.arithmetic, split=split, limit=self.limit, seed=self.data_seed)
+        common: dict[str, Any] = {"columns": self.columns, "limit": self.limit, "answer_after": self.answer_after}
         if self.path is not None:
             return DataSource(kind="jsonl", path=self.path, **common)
-        return DataSource(kind="hub", path=self.hub, name=self.name, split=self.split, **common)
+        return DataSource(kind="hub", path=self.hub, name=self.name, split=split, **common)
 
 
 DEFAULT_SAMPLING = {"samples": 1, "temperature": 1.0, "top_p": 0.7, "max_tokens": 32768}

@@ -64,9 +64,7 @@ def encode_sft(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> dict[str
 def encode_sft_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any = None) -> list[dict[str, list[int]]]:
     """`encode_sft` of many rows; the tokenizer works on all cores, `BATCH` rows at a time."""
     return [
-        sample
-        for start in range(0, len(rows), BATCH)
-        for sample in _encode_batch(tokenizer, rows[start : start + BATCH], cfg)
+        sample for start in range(0, len(rows), BATCH) for sample in _encode_batch(tokenizer, rows[start : start + BATCH], cfg)
     ]
 
 
@@ -86,7 +84,9 @@ def _encode_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any) -> l
     ]
 
 
-def _labelled(row: dict[str, Any], ids: list[int], prompt: list[int], mask: list[int] | None, tokenizer: Any) -> dict[str, list[int]]:
+def _labelled(
+    row: dict[str, Any], ids: list[int], prompt: list[int], mask: list[int] | None, tokenizer: Any
+) -> dict[str, list[int]]:
     if ids[: len(prompt)] != prompt:
         raise DataError(
             f"row {_name(row)}: under this chat template the prompt's {len(prompt)} ids do not begin the ids of the whole "

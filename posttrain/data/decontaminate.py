@@ -1,9 +1,10 @@
 """Drops training rows that repeat an evaluation problem.
 
 A problem is compared as its words: lower case, runs of letters and digits, everything else a gap. A row is dropped when at
-least `threshold` of its distinct 13-grams stand in one and the same evaluation problem, or when its words are exactly those of
-one (which also covers texts of fewer than 13 words). 13 words are the length used since GPT-3's overlap study; asking for half
-of the row's own grams keeps rows that share a stock phrase ("where m and n are relatively prime positive integers").
+least `threshold` of its distinct 13-grams stand in one and the same evaluation problem. 13 words are the length used since
+GPT-3's overlap study; asking for half of the row's own grams keeps rows that share a stock phrase ("where m and n are
+relatively prime positive integers"). A text of fewer than 13 words must be equal but for case, spaces and punctuation; signs
+count there, because in "x+1" and "x-1" they are all that differs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Row = dict[str, Any]
 NGRAM = 13
 THRESHOLD = 0.5
 WORD = re.compile(r"[^\W_]+")
+NOT_A_SIGN = re.compile(r"[^\w+*/^=<>%|()-]+|_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Decontaminator:
             raise ValueError(f"decontaminate: n={n} must be at least 1 and threshold={threshold} in (0, 1]")
         self.n, self.threshold = n, threshold
         self._problems: list[tuple[str, int]] = []
-        self._exact: dict[tuple[str, ...], int] = {}
+        self._short: dict[str, int] = {}
         self._grams: dict[tuple[str, ...], tuple[int, ...]] = {}
         for suite, problems in suites.items():
             for number, problem in enumerate(problems):
@@ -55,18 +57,17 @@ class Decontaminator:
         index = len(self._problems)
         self._problems.append((suite, number))
         words = normalise(text)
-        self._exact.setdefault(tuple(words), index)
+        if len(words) < self.n:
+            self._short.setdefault(_signs(text), index)
         for gram in _grams(words, self.n):
             self._grams[gram] = (*self._grams.get(gram, ()), index)
 
     def check(self, row: Row) -> Match | None:
         """The evaluation problem that the row repeats most, or None."""
         words = normalise(row["problem"])
-        exact = self._exact.get(tuple(words)) if words else None
-        if exact is not None:
-            return self._match(row, exact, 1.0)
         if len(words) < self.n:
-            return None
+            same = self._short.get(_signs(row["problem"])) if words else None
+            return None if same is None else self._match(row, same, 1.0)
         grams = _grams(words, self.n)
         shared: Counter[int] = Counter()
         for gram in grams & self._grams.keys():
@@ -97,6 +98,11 @@ class Decontaminator:
 def normalise(text: str) -> list[str]:
     """Lower-case runs of letters and digits."""
     return WORD.findall(text.lower())
+
+
+def _signs(text: str) -> str:
+    """Letters, digits and signs of arithmetic, closed up."""
+    return NOT_A_SIGN.sub("", text.lower())
 
 
 def _grams(words: list[str], n: int) -> set[tuple[str, ...]]:

@@ -41,7 +41,7 @@ def apply_filters(rows: list[Row], filters: Any, *, tokenizer: Any = None, pool:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """"; did you mean ...?", or nothing where no name is near."""
+    """ "; did you mean ...?", or nothing where no name is near."""
     close = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -57,7 +57,9 @@ def _keep(rows: list[Row], reasons: list[str | None], dropped: Counter[str]) -> 
 
 def _is_true(row: Row, column: str) -> bool:
     if column not in row:
-        raise DataError(f"row {row['id']}: no column {column!r} (filters.correct_column); it has: {', '.join(row)}{nearest(column, row)}")
+        raise DataError(
+            f"row {row['id']}: no column {column!r} (filters.correct_column); it has: {', '.join(row)}{nearest(column, row)}"
+        )
     value = row[column]
     if value not in TRUE and value not in FALSE:
         raise DataError(f"row {row['id']}: column {column!r} holds {value!r}; filters.correct_column needs true or false")

@@ -1,7 +1,7 @@
 """A data source of a recipe -> rows {id, problem, answer, source, solution?, ...}.
 
-    source = DataSource(kind="jsonl", path="train.jsonl.gz", columns={"problem": "question"}, limit=1000)
-    rows = load_source(source)
+source = DataSource(kind="jsonl", path="train.jsonl.gz", columns={"problem": "question"}, limit=1000)
+rows = load_source(source)
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ DEFAULT_ARITHMETIC_ROWS = 10_000
 
 
 def load_source(
-    source: Any, *, tokenizer: Any = None, pool: Any = None, seed: int = 0, needs_solution: bool = False, report: dict[str, Any] | None = None
+    source: Any,
+    *,
+    tokenizer: Any = None,
+    pool: Any = None,
+    seed: int = 0,
+    needs_solution: bool = False,
+    report: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Rows of one source: read, mapped, filtered, in the order of the file unless `shuffle` says otherwise.
 
     Args:
-        source: a DataSource or an evaluation suite; attributes, all optional: `kind` jsonl | hub | arithmetic; `path` (a file, or a
-            folder of .jsonl, .jsonl.gz or .parquet files; the dataset id where kind is hub); `hub` (a dataset id); `name`,
+        source: a DataSource or an evaluation suite; attributes, all optional: `kind` jsonl | hub | arithmetic; `path` (a file, or
+            a folder of .jsonl, .jsonl.gz or .parquet files; the dataset id where kind is hub); `hub` (a dataset id); `name`,
             `split`, `revision` of a hub dataset; `columns` {problem | answer | solution | id | source | level: its column};
-            `limit` (rows read, or made); `shuffle` (the limit is then drawn from all rows); `seed`; `answer_after` (the gold answer
-            follows this mark); `solution_suffix` (added to solutions without \\boxed{, {answer} in it replaced, after the
-            filters); `filters` (see `filters.py`); `arithmetic` (the difficulty, see `arithmetic.py`).
+            `limit` (rows read, or made); `shuffle` (the limit is then drawn from all rows); `seed`; `answer_after` (the gold
+            answer follows this mark); `solution_suffix` (added to solutions without \\boxed{, {answer} in it replaced, after
+            the filters); `filters` (see `filters.py`); `arithmetic` (the difficulty, see `arithmetic.py`).
         tokenizer: needed where `filters` count tokens.
         pool: VerifierPool for `filters.verified`; one is made where it is not given.
         seed: used where the source has none of its own.
@@ -124,14 +130,18 @@ def _read_lines(file: Path) -> Iterator[tuple[str, Row]]:
                 if line.strip():
                     yield f"{file}:{number}", _parse(line, file, number)
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise DataError(f"{file}:{number + 1}: cannot be read ({error}); it must be UTF-8 text, gzipped if it ends in .gz") from error
+            raise DataError(
+                f"{file}:{number + 1}: cannot be read ({error}); it must be UTF-8 text, gzipped if it ends in .gz"
+            ) from error
 
 
 def _parse(line: str, file: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}; one object a line is expected") from error
+        raise DataError(
+            f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}; one object a line is expected"
+        ) from error
     if not isinstance(row, dict):
         raise DataError(f"{file}:{number}: a JSON object was expected, got {type(row).__name__}")
     return row
@@ -224,7 +234,9 @@ def _check_ids(rows: Iterable[Row], path: str) -> None:
     seen: set[str] = set()
     for row in rows:
         if row["id"] in seen:
-            raise DataError(f"{path}: two rows have the id {row['id']!r}; ids must be unique (columns: {{id: null}} numbers the rows)")
+            raise DataError(
+                f"{path}: two rows have the id {row['id']!r}; ids must be unique (columns: {{id: null}} numbers the rows)"
+            )
         seen.add(row["id"])
 
 

@@ -1,6 +1,6 @@
 """The data section of a recipe -> what SFT trains on and what GRPO samples from, with a report of what was left out.
 
-    load (map, filter) -> decontaminate -> encode -> length
+load (map, filter) -> decontaminate -> encode -> length
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Prepared:
     report: dict[str, Any]
 
 
-def prepare_sft(data: Any, tokenizer: Any, *, seed: int = 0, suites: Mapping[str, Any] | None = None, pool: Any = None) -> Prepared:
+def prepare_sft(
+    data: Any, tokenizer: Any, *, seed: int = 0, suites: Mapping[str, Any] | None = None, pool: Any = None
+) -> Prepared:
     """Encoded samples of `data.train`; those above `data.max_length` tokens are left out and counted.
 
     Args:
@@ -43,7 +45,9 @@ def prepare_sft(data: Any, tokenizer: Any, *, seed: int = 0, suites: Mapping[str
     return _finish(kept, len(encoded), f"above max_length {data.max_length}", "input_ids", report)
 
 
-def prepare_prompts(data: Any, tokenizer: Any, *, seed: int = 0, suites: Mapping[str, Any] | None = None, pool: Any = None) -> Prepared:
+def prepare_prompts(
+    data: Any, tokenizer: Any, *, seed: int = 0, suites: Mapping[str, Any] | None = None, pool: Any = None
+) -> Prepared:
     """Rows of `data.prompts` (or `data.train`) with `prompt_ids`; a long prompt is an error or dropped, as
     `overlong_prompt` says."""
     source = getattr(data, "prompts", None) or data.train
@@ -72,7 +76,7 @@ def evaluation_problems(names: Iterable[str], suites: Mapping[str, Any] | None =
 
     problems: dict[str, list[str]] = {}
     for name in names:
-        suite = (suites or {}).get(name) or SUITES.get(name)
+        suite: Any = (suites or {}).get(name) or SUITES.get(name)
         if suite is not None:
             source = suite.source() if hasattr(suite, "source") else suite
             problems[name] = [row["problem"] for row in load_source(source)]
@@ -106,7 +110,9 @@ def _finish(kept: list[Row], total: int, reason: str, column: str, report: dict[
     if len(kept) < total:
         report = {**report, "dropped": {**report["dropped"], reason: total - len(kept)}}
     if not kept:
-        raise DataError(f"{report.get('source', 'data')}: no rows are left to use; read {report['read']}, left out {_left_out(report)}")
+        raise DataError(
+            f"{report.get('source', 'data')}: no rows are left to use; read {report['read']}, left out {_left_out(report)}"
+        )
     return Prepared(rows=kept, report={**report, "kept": len(kept), "tokens": sum(len(row[column]) for row in kept)})
 
 

@@ -14,11 +14,11 @@ TAGGED = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 
-# Plain text alone, for tokenizers without role tokens.
+# Plain text alone, for tokenizers without role tokens. A newline at the start of a solution would merge with the prompt's last.
 SIMPLE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{{ 'Assistant:\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
+    "{{ 'Assistant:\n' }}{% generation %}{{ message['content'].lstrip() + eos_token }}{% endgeneration %}{{ '\n\n' }}"
     "{%- elif message['role'] == 'system' -%}"
     "{{ message['content'] + '\n\n' }}"
     "{%- else -%}"

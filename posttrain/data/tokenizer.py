@@ -106,6 +106,13 @@ def load_tokenizer(model: Any, *, vocab_size: int | None = None) -> PreTrainedTo
     return tokenizer
 
 
+def eos_token_ids(tokenizer: Any, model: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's end of sequence, and those that the checkpoint's configuration names."""
+    named = model.config.eos_token_id
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])]
+    return list(dict.fromkeys(token for token in ends if token is not None))
+
+
 def resolve_template(given: str) -> tuple[str, tuple[str, ...]]:
     """A chat template by name, as a Jinja file or as text, with the tokens it needs in the vocabulary."""
     if given in templates.BUILTIN:

@@ -1,15 +1,15 @@
 """GRPO: sample groups, reward them, move the policy.
 
-    train_stage.py  recipe -> model, prompts, rewards, generator, learner; resume, stop, final checkpoint
-    learner.py      the one subclass of TRL's GRPOTrainer
-    sampler.py      which prompt comes when
-    experience.py   prompts -> requests; groups -> padded tensors
-    scoring.py      completions -> rewards -> groups
-    advantages.py   rewards -> advantages
-    packing.py      padded tensors -> one packed forward -> padded tensors
-    metrics.py      train-inference mismatch, times
-    callbacks.py    metrics, progress, stops, checkpoints
-    rollouts.py     completions as Parquet
+train_stage.py  recipe -> model, prompts, rewards, generator, learner; resume, stop, final checkpoint
+learner.py      the one subclass of TRL's GRPOTrainer
+sampler.py      which prompt comes when
+experience.py   prompts -> requests; groups -> padded tensors
+scoring.py      completions -> rewards -> groups
+advantages.py   rewards -> advantages
+packing.py      padded tensors -> one packed forward -> padded tensors
+metrics.py      train-inference mismatch, times
+callbacks.py    metrics, progress, stops, checkpoints
+rollouts.py     completions as Parquet
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def penalise_truncated(rewards: torch.Tensor, truncated: torch.Tensor, penalty: 
 
 
 def normalise_then_sum(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Rewards [P, G] from those of F functions [P, G, F]: each is normalised within its group, then they are summed with `weights` [F].
+    """Rewards [P, G] of F functions [P, G, F]: each normalised within its group, then summed with `weights` [F].
 
     TRL's `multi_objective_aggregation="normalize_then_sum"`; what follows it there is the batch's own mean and deviation, see
     `batch_advantages`. NaN where no function judged the completion.

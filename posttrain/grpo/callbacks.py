@@ -13,10 +13,26 @@ from posttrain.runtime.worker import WorkerContext
 
 # What the loop logs that is no metric of a step.
 NOT_METRICS = ("total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
-SHOWN = {"reward": "reward", "completions/mean_length": "length", "entropy": "entropy"}
+# TRL's names -> ours in metrics.jsonl, where ours are shorter; the others stay. TensorBoard shows TRL's.
+METRIC_NAMES = {
+    "num_tokens": "tokens",
+    "aux_loss": "balance_loss",
+    "completions/mean_length": "completion_length",
+    "completions/min_length": "completion_length_min",
+    "completions/max_length": "completion_length_max",
+    "completions/clipped_ratio": "truncated",
+    "clip_ratio/region_mean": "clip_ratio",
+    "mismatch/abs": "mismatch_abs",
+    "mismatch/k3": "mismatch_k3",
+    "time/generate": "time_generate",
+    "time/reward": "time_reward",
+    "time/logprobs": "time_logprobs",
+    "time/update": "time_update",
+}
+SHOWN = {"reward": "reward", "accuracy": "accuracy", "completion_length": "length"}
 
 
-class GenerationStopped(Exception):  # noqa: N818 - an answer to Ctrl-C, not an error
+class GenerationStopped(Exception):
     """Raised out of a generation that the user interrupted: nothing of the step has been trained."""
 
 
@@ -43,7 +59,7 @@ class RunCallback(TrainerCallback):
         self._append = append
         self._at_boundary = at_boundary
         self._save_due = False
-        self._shown: dict[str, float] = {}
+        self._shown: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._context.report(state.global_step, state.max_steps, force=True)
@@ -63,7 +79,11 @@ class RunCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
             return
-        metrics = {name: float(value) for name, value in logs.items() if value is not None and name not in NOT_METRICS}
+        metrics = {
+            METRIC_NAMES.get(name, name): float(value)
+            for name, value in logs.items()
+            if value is not None and name not in NOT_METRICS
+        }
         self._append(state.global_step, metrics)
         self._shown = {short: metrics[name] for name, short in SHOWN.items() if name in metrics}
 

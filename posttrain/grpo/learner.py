@@ -1,36 +1,38 @@
 """GRPO: TRL's trainer with our experience and our forward.
 
-Objective (TRL's `_compute_loss`, untouched; `loss_type` chooses the normalisation, here DAPO's), over the completions i of a batch
-and their tokens t, with r = pi_theta(token) / pi_old(token) and A_i the advantage of completion i within its group of G:
+Objective (TRL's `_compute_loss`, untouched; `loss_type` chooses the normalisation, here DAPO's), over the completions i of a
+batch and their tokens t, with r = pi_theta(token) / pi_old(token) and A_i the advantage of completion i within its group of G:
 
-    loss = - sum_it min(r_it A_i, clip(r_it, 1 - epsilon, 1 + epsilon_high) A_i) / tokens  +  beta KL(pi_theta || pi_ref)  +  balance
+    loss = - sum_it min(r_it A_i, clip(r_it, 1 - epsilon, 1 + epsilon_high) A_i) / tokens + beta KL(pi_theta || pi_ref) + balance
 
 Where this departs from plain TRL:
 - completions come from the generator that runs on this very model, prompts prefilled once and forked to G samples; ids stay ids;
 - a reward of None (gold answer unreadable) leaves the completion out of its group's statistics and of the loss;
 - log-probabilities come from one packed forward without padding, with the generator's routing replayed;
 - the balance loss of the routed layers enters as TRL's MoE auxiliary loss does, already multiplied by its coefficient;
-- the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats nothing and skips nothing.
+- the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats and skips nothing.
 
-    _prepare_inputs (TRL)  -> _generate_and_score_completions (ours): rows -> requests -> completions -> rewards -> groups -> tensors
-    compute_loss           -> _compute_loss (TRL) -> _get_per_token_logps_and_entropies (ours): unpad -> pack -> forward -> put back
+    _prepare_inputs (TRL) -> _generate_and_score_completions (ours): rows -> requests -> completions -> rewards -> groups -> tensors
+    compute_loss -> _compute_loss (TRL) -> _get_per_token_logps_and_entropies (ours): unpad -> pack -> forward -> put back
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
 from packaging.version import Version
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from posttrain.balance import last_balance_loss
 from posttrain.grpo.experience import build_requests, collate
@@ -44,7 +46,9 @@ from posttrain.types import Completion, Request
 TRL_MINOR = (1, 16)
 if Version(trl.__version__).release[:2] != TRL_MINOR:
     # The overrides below reach into private methods, which change between minor versions.
-    raise ImportError(f"posttrain's GRPO learner works with trl {'.'.join(map(str, TRL_MINOR))}.*, but {trl.__version__} is installed")
+    raise ImportError(
+        f"posttrain's GRPO learner works with trl {'.'.join(map(str, TRL_MINOR))}.*, but {trl.__version__} is installed"
+    )
 
 Generate = Callable[[list[Request], int], list[list[Completion]]]
 
@@ -53,7 +57,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
     """GRPOTrainer whose completions come from `generate` and whose log-probabilities come from packed forwards.
 
     Args:
-        model: policy; with `args.beta` above 0 its `config._name_or_path` must be the checkpoint that is the reference.
+        model: policy; as it is given here it is the reference too, where `args.beta` is above 0.
         args: TRL's arguments; `max_steps` must be set.
         prompts: rows with `prompt_ids`, `prompt_index`, `prompt` and the columns that rewards read.
         tokenizer: with a pad token.
@@ -80,7 +84,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         record: Callable[[int, list[dict[str, Any]]], Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        self._check(args, model)
+        self._check(args)
         self._generate_completions = generate
         self._scorer = scorer
         self._stop_strings = tuple(stop)
@@ -91,6 +95,12 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         self._mismatch = Mismatch()
         self._clock = Clock()
         self._sampled_tokens = 0
+        # TRL would load the reference from `config._name_or_path` with classes it knows; ours is a copy, made before the head is
+        # patched. A resumed run starts from the same checkpoint and loads the trained weights later, so the copy is the same.
+        # Under PEFT the reference is the model without its adapter, which TRL knows how to find.
+        beta, reference = args.beta, None
+        if beta and not is_peft_model(model):
+            reference, args.beta = copy.deepcopy(model), 0.0
         super().__init__(
             model=model,
             reward_funcs=[_scored_elsewhere],
@@ -99,24 +109,38 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
             processing_class=tokenizer,
             callbacks=callbacks,
         )
+        if reference is not None:
+            args.beta = self.beta = beta
+            self.ref_model = self._prepare_reference(reference)
         # TRL then asks for the auxiliary loss, scales it for gradient accumulation and logs it as `aux_loss`.
         if getattr(model.config, "balance_loss_coef", 0.0) and getattr(model.config, "sse_layers", None):
             self.aux_loss_enabled = True
             self.router_aux_loss_coef = 1.0
 
     @staticmethod
-    def _check(args: GRPOConfig, model: PreTrainedModel) -> None:
+    def _check(args: GRPOConfig) -> None:
         rows = args.per_device_train_batch_size * args.steps_per_generation
         if rows % args.num_generations:
             raise ValueError(
-                f"one process generates {rows} completions at a time (per_device_train_batch_size {args.per_device_train_batch_size} "
-                f"x steps_per_generation {args.steps_per_generation}), which is no multiple of num_generations {args.num_generations}: "
-                "a group must be whole on one process"
+                f"one process generates {rows} completions at a time (per_device_train_batch_size "
+                f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}), which is no multiple of "
+                f"num_generations {args.num_generations}: a group must be whole on one process"
             )
         if args.max_steps <= 0:
             raise ValueError(f"max_steps={args.max_steps}, but the learner needs a positive number of steps")
-        if args.beta and not model.config._name_or_path:
-            raise ValueError(f"beta={args.beta} needs a reference model, but this model was not loaded from a checkpoint: save it first")
+        if args.sync_ref_model:
+            raise ValueError(
+                "sync_ref_model=True, but a reference that moves is in no checkpoint, so the run could not be resumed"
+            )
+
+    def _prepare_reference(self, model: PreTrainedModel) -> Any:
+        model.eval().requires_grad_(False)
+        if self.args.cast_lm_head_to_fp32:
+            model.get_output_embeddings().float()
+        add_fused_lm_head(model, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(model, self.accelerator)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
 
     # What the run looks like
 
@@ -209,8 +233,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
     def _reference_logps(self, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
         if self.ref_model is not None:
             return self._get_per_token_logps_and_entropies(self.ref_model, ids, mask, keep)[0]
-        from trl.trainer.utils import use_adapter  # the base model under a PEFT adapter is the reference
-
+        # The base model under a PEFT adapter is the reference.
         model = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
@@ -225,7 +248,9 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         self._clock.add("update", time.perf_counter() - before - elsewhere)
         return loss
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         self._rows = inputs
         return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
@@ -279,7 +304,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
     # Measurements
 
     def _measure_mismatch(self, logps: torch.Tensor, batch: dict[str, Any]) -> None:
-        """Compare the trainer's log-probabilities with the generator's; where truncated sampling hides the latter, nothing is measured."""
+        """Compare the trainer's log-probabilities with the generator's, unless truncated sampling hides the latter."""
         if self.top_p < 1 or self.top_k or self.min_p:
             return
         self._mismatch.add(mismatch_sums(logps.detach(), batch["sampling_per_token_logps"], batch["completion_mask"]))

@@ -22,9 +22,12 @@ from posttrain.grpo.advantages import (
     reward_matrix,
     zero_variance,
 )
+from posttrain.rewards.registry import RewardSet
 from posttrain.types import Completion, Group
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
+# Names of the reward that compares with the gold answer.
+CORRECTNESS = ("maths", "accuracy")
 # Columns of a row that are the learner's own; rewards get the others.
 OWN_COLUMNS = ("prompt", "prompt_ids", "prompt_index")
 
@@ -55,8 +58,8 @@ class Scored:
 
     @property
     def correct(self) -> torch.Tensor | None:
-        """The accuracy reward [P, G] (1, 0, NaN), where the recipe has one."""
-        return self.parts.get("accuracy")
+        """Whether the answer is right [P, G] (1, 0, NaN), where the recipe has a reward that says so."""
+        return next((self.parts[name] for name in CORRECTNESS if name in self.parts), None)
 
     def metrics(self, gather: Gather) -> dict[str, float]:
         """Statistics over all processes, under TRL's names where TRL has one."""
@@ -77,8 +80,9 @@ class Scored:
             known = part[~part.isnan()]
             metrics[f"rewards/{name}/mean"] = known.mean().item() if len(known) else float("nan")
             metrics[f"rewards/{name}/std"] = known.std().item() if len(known) > 1 else 0.0
-        if "rewards/accuracy/mean" in metrics:
-            metrics["accuracy"] = metrics["rewards/accuracy/mean"]
+        if self.correct is not None:
+            judged = gather(self.correct)
+            metrics["accuracy"] = (judged[~judged.isnan()] > 0.5).float().mean().item()
         return metrics
 
     def records(self, step: int) -> list[dict[str, Any]]:
@@ -112,7 +116,7 @@ class Scorer:
     """Calls the rewards and makes groups.
 
     Args:
-        rewards: `posttrain.rewards.registry.RewardSet`.
+        rewards: the recipe's.
         decode: list of token ids -> texts, special tokens left out.
         truncated_completions: "mask" leaves them out of the loss (their rewards stay in the statistics, as in TRL), "penalise"
             sets their reward to `truncation_penalty`, "keep" treats them like any other.
@@ -122,7 +126,7 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: Any,
+        rewards: RewardSet,
         decode: Callable[[list[list[int]]], list[str]],
         *,
         truncated_completions: Literal["mask", "penalise", "keep"] = "mask",
@@ -181,22 +185,22 @@ class Scorer:
         repeated = [row for row in rows for _ in range(size)]
         columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in OWN_COLUMNS}
         before = self._timeouts()
-        total = self._rewards(
+        scores = self._rewards.score(
             prompts=[row["prompt"] for row in repeated],
             completions=texts,
             completion_ids=[completion.token_ids for group in completions for completion in group],
             **columns,
         )
         fold = lambda values: reward_matrix([values[at : at + size] for at in range(0, len(values), size)])  # noqa: E731
-        return fold(total), {name: fold(values) for name, values in self._rewards.breakdown.items()}, self._timeouts() - before
+        return fold(scores.total), {name: fold(values) for name, values in scores.parts.items()}, self._timeouts() - before
 
     def _timeouts(self) -> int:
-        return int(self._rewards.counters.get("timeouts", 0))
+        return int(self._rewards.counters().get("timeouts", 0))
 
     def _final(self, total: torch.Tensor, parts: dict[str, torch.Tensor], truncated: torch.Tensor) -> torch.Tensor:
         if self._aggregation == "normalize_then_sum":
-            weights = torch.tensor([self._rewards.weights[name] for name in parts])
-            total = normalise_then_sum(torch.stack(list(parts.values()), dim=-1), weights)
+            weights = torch.tensor([reward.weight for reward in self._rewards.rewards])
+            total = normalise_then_sum(torch.stack([parts[reward.name] for reward in self._rewards.rewards], dim=-1), weights)
         return penalise_truncated(total, truncated, self._penalty) if self._truncated == "penalise" else total
 
     def _advantages(self, rewards: torch.Tensor, gather: Gather) -> torch.Tensor:

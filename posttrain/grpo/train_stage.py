@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from trl import GRPOConfig
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from trl.trainer.grpo_config import GRPOConfig
 
 from posttrain.config import Recipe
 from posttrain.data.prepare import prepare_prompts
-from posttrain.errors import CheckpointError, DataError
+from posttrain.errors import CheckpointError, DataError, PosttrainError
 from posttrain.grpo.callbacks import GenerationStopped, RunCallback
 from posttrain.grpo.learner import Learner
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
 from posttrain.models.loading import load_model
-from posttrain.rewards.registry import build_rewards
+from posttrain.rewards.errors import RewardError
+from posttrain.rewards.registry import RewardSet, build_rewards
 from posttrain.rollout import Generator
 from posttrain.run_folder import RunFolder, last_checkpoint
 from posttrain.runtime.worker import StageStopped, WorkerContext
@@ -40,7 +41,7 @@ class Stage:
 
     learner: Learner
     callback: RunCallback
-    rewards: Any
+    rewards: RewardSet
 
 
 def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
@@ -51,7 +52,7 @@ def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
         PosttrainError: prompts, weights or disk space are missing.
     """
     run = RunFolder(run_path)
-    with build(recipe, run, context) as stage:
+    with build(recipe, run, context) as stage, explained_rewards():
         learner = stage.learner
         checkpoint = last_checkpoint(run.path / "grpo")
         if checkpoint is not None:
@@ -71,6 +72,17 @@ def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
         context.report(state.global_step, state.max_steps, force=True)
 
 
+@contextlib.contextmanager
+def explained_rewards() -> Iterator[None]:
+    """A reward that fails is the user's to mend: its message goes out without a traceback."""
+    try:
+        yield
+    except RewardError as error:
+        raise PosttrainError(
+            f"{error}; nothing of this step was trained, --resume continues once the reward is mended"
+        ) from error
+
+
 def last_step(run: RunFolder) -> int | None:
     """Step of the last checkpoint."""
     checkpoint = last_checkpoint(run.path / "grpo")
@@ -87,7 +99,8 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
     model = load_model(str(start), dtype=recipe.model.dtype, trust_remote_code=recipe.model.trust_remote_code)
     model.config.use_cache = False
     max_length = context_length(recipe, args, model, prompts)
-    rewards = build_rewards(recipe.reward)
+    with explained_rewards():
+        rewards = build_rewards(recipe.reward)
     try:
         scorer = Scorer(
             rewards,
@@ -113,6 +126,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
         )
         callback = RunCallback(context, lambda step, metrics: run.append_metrics("grpo", step, metrics), learner.at_boundary)
         learner.add_callback(callback)
+        learner.remove_callback(PrinterCallback)
         policy.progress = lambda: callback.progress(learner.state.global_step, args.max_steps)
         policy.eos_token_ids = learner.eos_token_ids
         yield Stage(learner=learner, callback=callback, rewards=rewards)
@@ -233,8 +247,9 @@ def arguments(recipe: Recipe, run_path: Path, num_prompts: int) -> GRPOConfig:
         **trainer_arguments(recipe.deepspeed, bf16=bool(given["bf16"]), cuda=cuda),
     }
     args = GRPOConfig(**(given | fixed))
+    steps = steps_of_passes(args, num_prompts)
     if args.max_steps <= 0:
-        args.max_steps = steps_of_passes(args, num_prompts)
+        args.max_steps = steps
     return args
 
 

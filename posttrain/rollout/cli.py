@@ -1,6 +1,6 @@
 """`posttrain generate`: completions of a checkpoint as JSON lines.
 
-    {"id": "0", "sample": 0, "prompt": "...", "text": "...", "tokens": 12, "finish_reason": "stop", "logprob": -3.2, "seed": 0}
+{"id": "0", "sample": 0, "prompt": "...", "text": "...", "tokens": 12, "finish_reason": "stop", "logprob": -3.2, "seed": 0}
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def generate_command(args: argparse.Namespace) -> int:
     with _output(args.output) as out:
         import torch
 
-        from posttrain.data.tokenizer import load_tokenizer
+        from posttrain.data.tokenizer import eos_token_ids, load_tokenizer
         from posttrain.models.loading import load_model
         from posttrain.rollout import Generator
 
@@ -47,7 +47,7 @@ def generate_command(args: argparse.Namespace) -> int:
                 )
         generator = Generator(
             model,
-            eos_token_ids=end_tokens(model, tokenizer),
+            eos_token_ids=eos_token_ids(tokenizer, model),
             tokenizer=tokenizer,
             max_sequences=args.max_sequences,
             max_length=max(len(request.prompt_ids) + request.max_tokens for request in requests),
@@ -73,8 +73,7 @@ def read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; --file takes JSON lines with `problem` or `prompt`")
     prompts = []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-    with opened as lines:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -92,13 +91,6 @@ def read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not prompts:
         raise DataError(f"{path}: holds no prompt")
     return prompts
-
-
-def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokenizer's end token and those that the checkpoint's configuration names."""
-    named = model.config.eos_token_id
-    ends = set(named) if isinstance(named, list) else {named}
-    return {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
 
 
 def _request(args: argparse.Namespace, tokenizer: Any, prompt: dict[str, Any]) -> Request:

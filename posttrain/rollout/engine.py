@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,8 @@ class Generator:
         max_length: prompt and completion tokens together.
         max_prefill_tokens: prompt tokens in one forward; longer prompts take several.
         version: policy version of the weights now in the model.
-        return_router_indices: completions carry the router's choices, [layers, T, R] over all tokens but the last.
+        return_router_indices: completions carry the router's choices, [layers, T, R] over all tokens but the last
+            (None from a model without routers).
         on_token: called with a `StreamedToken` for each token.
 
     Raises:
@@ -87,11 +89,12 @@ class Generator:
         self._scheduler = Scheduler(max_sequences, max_prefill_tokens)
         slots = self._scheduler.num_slots
         self._cache = SlotCache(model.config, slots, max_length=max_length, device=parameter.device, dtype=parameter.dtype)
-        partitions = getattr(model.config, "num_partitions", 1)
-        self._router = RouterLog(slots, max_length, partitions) if return_router_indices else None
+        routed = return_router_indices and bool(model.config.sse_layers)
+        self._router = RouterLog(slots, max_length, model.config.num_partitions) if routed else None
         self._texts: dict[int, str] = {}
         self._batch: DecodeBatch | None = None
         self._done: list[Completion] = []
+        self._in_generate = False
 
     @staticmethod
     def max_sequences_for(model: nn.Module, memory_bytes: int, length: int) -> int:
@@ -172,7 +175,7 @@ class Generator:
         broken: list[str] = []
         if self._scheduler.groups:
             try:
-                with generating(self.model):
+                with nullcontext() if self._in_generate else generating(self.model):
                     broken = self._step()
             except BaseException:
                 # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, which gives the same samples.
@@ -333,6 +336,7 @@ class Generator:
             for request in requests:
                 wanted[self.submit(request)] = []
             with generating(self.model):
+                self._in_generate = True
                 while done < total:
                     for completion in self.step():
                         mine = wanted.get(completion.request_id)
@@ -347,6 +351,7 @@ class Generator:
             self._done = [completion for completion in self._done if completion.request_id not in wanted]
             raise
         finally:
+            self._in_generate = False
             self._done = others + self._done
         return [sorted(wanted[request.id], key=lambda completion: completion.sample) for request in requests]
 

@@ -8,6 +8,7 @@ from typing import Any
 from posttrain.config import Recipe
 from posttrain.errors import CheckpointError
 from posttrain.run_folder import RunFolder, atomic_directory
+from posttrain.runtime.worker import quiet
 
 
 def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
@@ -16,6 +17,7 @@ def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
     Raises:
         PosttrainError: data, tokenizer or checkpoint that cannot be used.
     """
+    quiet()
     if "sft" in stages:
         from posttrain.sft.dataset import prepare as prepare_rows
 

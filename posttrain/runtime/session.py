@@ -42,6 +42,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     import ray
 
     if ray.is_initialized():
+        _check_resources(config)
         yield
         return
     address = config.address or os.environ.get("RAY_ADDRESS")

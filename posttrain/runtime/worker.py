@@ -134,17 +134,25 @@ def setup(
 
     `redirect` sends stdout and stderr of the process to the log file (default: inside Ray), so that nothing breaks the bar.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
     os.environ["OMP_NUM_THREADS"] = str(threads)
     run_path = Path(run_path)
     if board is not None if redirect is None else redirect:
         _redirect_output(run_path / "logs" / (f"{stage}.log" if rank == 0 else f"{stage}-{rank}.log"))
+    quiet()
     import torch
 
     torch.set_num_threads(threads)
     random.seed(seed)
     torch.manual_seed(seed)
     return WorkerContext(stage=stage, run_path=run_path, rank=rank, world_size=world_size, threads=threads, board=board)
+
+
+def quiet() -> None:
+    """Keep Hugging Face's libraries from drawing bars of their own and from calling home."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def _redirect_output(path: Path) -> None:

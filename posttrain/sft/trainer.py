@@ -82,22 +82,24 @@ class RunFolderCallback(TrainerCallback):
         self.stopped = False
         self._context = context
         self._append = append
-        self._shown: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
         self._last: tuple[float, int] | None = None
+        self._logged_at = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._last = None
         self._context.report(state.global_step, state.max_steps, force=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._context.report(state.global_step, state.max_steps, **self._shown)
+        self._context.report(state.global_step, state.max_steps, **self.shown)
         if state.global_step < state.max_steps and agreed(self._context.stop_requested()):
             self.stopped = True
             control.should_training_stop = True
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last = None  # the next speed would count the time of the save
+        # The next speed must not count the time of the save; between two logs nobody knows the tokens, so there is none.
+        self._last = (time.monotonic(), self._last[1]) if self._last and self._logged_at == state.global_step else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
@@ -106,9 +108,10 @@ class RunFolderCallback(TrainerCallback):
         now, tokens = time.monotonic(), int(metrics.get("tokens", 0))
         if self._last is not None and now > self._last[0]:
             metrics["tokens_per_second"] = (tokens - self._last[1]) / (now - self._last[0])
-        self._last = (now, tokens)
+        self._last, self._logged_at = (now, tokens), state.global_step
         self._append(state.global_step, metrics)
-        self._shown = {name: metrics[name] for name in ("loss", "accuracy", "tokens_per_second") if name in metrics}
+        shown = {"loss": "loss", "accuracy": "accuracy", "tokens_per_second": "tokens/s"}
+        self.shown |= {label: metrics[name] for name, label in shown.items() if name in metrics}
 
 
 def agreed(stop: bool) -> bool:

@@ -41,9 +41,7 @@ def test_scale_batch_divides_by_the_deviation_of_all_rewards():
 
 def test_scale_batch_counts_the_other_processes():
     mine, everybody = reward_matrix([[3, 1]]), reward_matrix([[3, 1], [0, 1]])
-    assert torch.equal(
-        group_advantages(mine, scale="batch", batch=everybody), group_advantages(everybody, scale="batch")[:1]
-    )
+    assert torch.equal(group_advantages(mine, scale="batch", batch=everybody), group_advantages(everybody, scale="batch")[:1])
 
 
 def test_group_without_variance_teaches_nothing():

@@ -56,8 +56,7 @@ def test_token_budget_splits_between_rows_and_covers_all():
 
 
 def test_router_choices_follow_their_rows():
-    ids, p, c = padded([[1, 2], [3]], [[4], [5, 6, 7]])
-    (pack,) = plan_packs([2, 1], [1, 3], p, c)
+    (pack,) = plan_packs([2, 1], [1, 3], 2, 3)
     rows = [torch.full((2, 2, 1), 1), torch.full((2, 4, 1), 3)]
     assert pack_router_indices(pack, rows)[0, :, 0].tolist() == [1, 1, 3, 3, 3]
     with pytest.raises(ValueError, match="row 1 cover 2 tokens, but 3"):

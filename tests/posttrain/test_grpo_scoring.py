@@ -13,6 +13,7 @@ from posttrain.grpo.experience import collate
 from posttrain.grpo.metrics import mismatch_sums
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
+from posttrain.rewards.registry import Reward, RewardSet
 from posttrain.types import Completion
 
 ROWS = [
@@ -21,20 +22,29 @@ ROWS = [
 ]
 
 
-class Rewards:
-    weights = {"accuracy": 1.0, "format": 0.5}
+class Calls:
+    """Rewards that remember what they were given; the gold "no number" cannot be read."""
 
     def __init__(self) -> None:
-        self.counters = {"timeouts": 0}
-        self.breakdown: dict[str, list[float | None]] = {}
         self.columns: dict[str, list[object]] = {}
 
-    def __call__(self, *, prompts, completions, **columns):
+    def accuracy(self, prompts, completions, **columns):
         self.columns = {"prompts": prompts, "completions": completions, **columns}
-        self.counters["timeouts"] += 1
-        accuracy = [None if gold == "no number" else float(text.endswith(gold)) for gold, text in zip(columns["answer"], completions, strict=True)]
-        self.breakdown = {"accuracy": accuracy, "format": [1.0] * len(completions)}
-        return [None if a is None else a + 0.5 for a in accuracy]
+        golds = columns["answer"]
+        return [
+            None if gold == "no number" else float(text.endswith(gold)) for gold, text in zip(golds, completions, strict=True)
+        ]
+
+    def format(self, prompts, completions, **columns):
+        return [1.0] * len(completions)
+
+    def as_set(self) -> RewardSet:
+        return RewardSet(
+            [
+                Reward(name="accuracy", function=self.accuracy, required=True),
+                Reward(name="format", function=self.format, weight=0.5),
+            ]
+        )
 
 
 def completion(row: int, sample: int, ids: list[int], reason: str = "stop") -> Completion:
@@ -57,21 +67,21 @@ COMPLETIONS = [
 ]
 
 
-def scorer(rewards: Rewards | None = None, **given) -> Scorer:
-    return Scorer(rewards or Rewards(), lambda rows: ["".join(map(str, ids)) for ids in rows], **given)
+def scorer(calls: Calls | None = None, **given) -> Scorer:
+    return Scorer((calls or Calls()).as_set(), lambda rows: ["".join(map(str, ids)) for ids in rows], **given)
 
 
-def score(rewards: Rewards | None = None, **given):
-    return scorer(rewards, **given).score(ROWS, COMPLETIONS, gather=lambda x: x)
+def score(calls: Calls | None = None, **given):
+    return scorer(calls, **given).score(ROWS, COMPLETIONS, gather=lambda x: x)
 
 
 def test_rewards_get_text_ids_and_columns_once_a_completion():
-    rewards = Rewards()
-    score(rewards)
-    assert rewards.columns["completions"] == ["52", "3", "442", "2", "2", "3", "33", "2"]
-    assert rewards.columns["prompts"] == ["1+1"] * 4 + ["?"] * 4
-    assert rewards.columns["answer"] == ["2"] * 4 + ["no number"] * 4 and rewards.columns["level"] == [1] * 4 + [2] * 4
-    assert rewards.columns["completion_ids"][0] == [5, 2] and "prompt_ids" not in rewards.columns
+    calls = Calls()
+    score(calls)
+    assert calls.columns["completions"] == ["52", "3", "442", "2", "2", "3", "33", "2"]
+    assert calls.columns["prompts"] == ["1+1"] * 4 + ["?"] * 4
+    assert calls.columns["answer"] == ["2"] * 4 + ["no number"] * 4 and calls.columns["level"] == [1] * 4 + [2] * 4
+    assert calls.columns["completion_ids"][0] == [5, 2] and "prompt_ids" not in calls.columns
 
 
 def test_none_is_never_a_wrong_zero():
@@ -80,7 +90,7 @@ def test_none_is_never_a_wrong_zero():
     assert scored.groups[0].advantages == (0.25, -0.75, 0.25, 0.25)
     assert scored.groups[1].rewards == (None,) * 4 and scored.groups[1].advantages == (0.0,) * 4
     metrics = scored.metrics(lambda x: x)
-    assert metrics["unreadable_gold"] == 4 and metrics["zero_variance_groups"] == 0 and metrics["verifier_timeouts"] == 1
+    assert metrics["unreadable_gold"] == 4 and metrics["zero_variance_groups"] == 0 and metrics["verifier_timeouts"] == 0
     assert metrics["reward"] == 1.25 and metrics["accuracy"] == 0.75 and metrics["rewards/format/mean"] == 1
     assert metrics["completions/clipped_ratio"] == 0.25
 

@@ -1,0 +1,149 @@
+"""The arithmetic tokenizer, trained BPE, and what load_tokenizer refuses."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from posttrain.data.arithmetic import generate  # noqa: E402
+from posttrain.data.tokenizer import arithmetic_tokenizer, load_tokenizer, train_bpe_tokenizer  # noqa: E402
+from posttrain.errors import CheckpointError, ConfigError  # noqa: E402
+
+HARD = {"max_operations": 5, "operators": "+-*/", "allow_negative": True, "word_fraction": 0.5}
+
+
+def model(**fields):
+    return SimpleNamespace(
+        **{"tokenizer": None, "path": None, "init": None, "chat_template": None, "trust_remote_code": False} | fields
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return arithmetic_tokenizer()
+
+
+def test_small_vocabulary_and_single_tokens(tokenizer):
+    assert len(tokenizer) < 256
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("(12+3)*4=?")) == ["(", "1", "2", "+", "3", ")", "*", "4", "=", "?"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("\\boxed{42}")) == ["\\boxed{", "4", "2", "}"]
+    text = "Tom has 5 bags of 7 coins, gives away 3, then has 2 times as many. How many coins?"
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+    assert pieces[:5] == ["Tom", " has", " ", "5", " bags"]
+    assert all(len(piece) > 1 or not piece.isalpha() for piece in pieces)
+
+
+def test_any_ascii_text_survives(tokenizer):
+    texts = [
+        "".join(map(chr, range(128))),
+        "  two  spaces ",
+        "\n\n\t",
+        " hash has\nhas",
+        "Tommy Tom",
+        "\\boxed{\\boxed{",
+        "a , b . c 's",
+    ]
+    texts += [f"{row['problem']}\n{row['solution']}" for row in generate(300, 0, **HARD)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_generated_rows_hold_no_unknown_and_stay_short(tokenizer):
+    rows = generate(500, 1)
+    problems = [tokenizer.encode(row["problem"]) for row in rows]
+    solutions = [tokenizer.encode(row["solution"]) for row in rows]
+    assert not any(tokenizer.unk_token_id in ids for ids in problems + solutions)
+    assert max(map(len, problems)) <= 40
+    assert max(map(len, solutions)) <= 50
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+
+
+def test_save_and_load(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.chat_template == tokenizer.chat_template
+    assert (again.eos_token, again.pad_token) == ("<|end|>", "<|pad|>")
+    for row in generate(100, 2, **HARD):
+        ids = again.encode(row["solution"])
+        assert ids == tokenizer.encode(row["solution"])
+        assert again.decode(ids) == row["solution"]
+    turns = [{"role": "user", "content": "1+1=?"}]
+    assert again.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == "<|user|>1+1=?<|assistant|>"
+    assert load_tokenizer(model(path=str(tmp_path))).get_vocab() == tokenizer.get_vocab()
+
+
+def test_bpe_round_trip_and_single_digits(tmp_path):
+    rows = generate(300, 0, word_fraction=0.7)
+    bpe = train_bpe_tokenizer((f"{row['problem']}\n{row['solution']}" for row in rows), 320)
+    assert len(bpe) <= 320
+    for text in ("héllo 日本 ∑", "12345 + 678", " \n\n \\boxed{7}"):
+        assert bpe.decode(bpe.encode(text)) == text
+    assert sum(piece.isdigit() for piece in bpe.convert_ids_to_tokens(bpe.encode("12345"))) == 5
+    bpe.save_pretrained(tmp_path)
+    assert load_tokenizer(model(tokenizer=str(tmp_path), init={"vocab_size": 320})).encode("Tom has 12") == bpe.encode(
+        "Tom has 12"
+    )
+    with pytest.raises(ValueError, match="vocab_size=100"):
+        train_bpe_tokenizer(["a"], 100)
+
+
+def test_train_tokenizer_script(root, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "one and one", "solution": "two"}\n' * 3)
+    script = [
+        sys.executable,
+        str(root / "scripts/train_tokenizer.py"),
+        str(tmp_path / "rows.jsonl"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run([*script, "--vocab-size", "270"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_tokenizer(model(tokenizer=str(tmp_path / "out"))).eos_token == "<|end|>"
+    bad = subprocess.run([*script, "--columns", "problem", "proof"], capture_output=True, text=True, cwd=tmp_path)
+    assert bad.returncode == 2
+    assert "proof" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+def test_what_cannot_work_is_refused(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="tokenizer is missing"):
+        load_tokenizer(model())
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        load_tokenizer(model(tokenizer=str(tmp_path)))
+    with pytest.raises(CheckpointError, match=r"largest id is .* vocab_size is 64"):
+        load_tokenizer(model(tokenizer="arithmetic", init={"vocab_size": 64}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"vocab_size": 32}')
+    with pytest.raises(CheckpointError, match="vocab_size is 32"):
+        load_tokenizer(model(tokenizer="arithmetic", path=str(tmp_path / "model")))
+    with pytest.raises(ConfigError, match="neither a file"):
+        load_tokenizer(model(tokenizer="arithmetic", chat_template="alpaca"))
+    with pytest.raises(ConfigError, match=r"<\|im_start\|>"):
+        load_tokenizer(model(tokenizer="arithmetic", chat_template="chatml"))
+
+
+def test_without_eos_or_template(tmp_path):
+    bare = arithmetic_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "template")
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_tokenizer(model(tokenizer=str(tmp_path / "template")))
+    assert "User:" in load_tokenizer(model(tokenizer=str(tmp_path / "template"), chat_template="simple")).chat_template
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    given = load_tokenizer(model(tokenizer=str(tmp_path / "template"), chat_template=str(tmp_path / "own.jinja")))
+    assert given.chat_template == "{{ messages[0]['content'] }}"
+    no_eos = arithmetic_tokenizer()
+    no_eos.eos_token = None
+    no_eos.save_pretrained(tmp_path / "eos")
+    with pytest.raises(CheckpointError, match="no end-of-sequence"):
+        load_tokenizer(model(tokenizer=str(tmp_path / "eos")))
+
+
+def test_padding_falls_back_to_eos(tmp_path):
+    no_pad = arithmetic_tokenizer()
+    no_pad.pad_token = None
+    no_pad.save_pretrained(tmp_path)
+    assert load_tokenizer(model(tokenizer=str(tmp_path))).pad_token == "<|end|>"

@@ -1,0 +1,494 @@
+"""The engine on real models: exactness, forks, weights, snapshots, and what a learner needs from the samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+
+import pytest
+import torch
+
+from posttrain.errors import PosttrainError
+from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
+from posttrain.rollout import Generator, StreamedToken
+from posttrain.types import Completion, Request
+
+VOCAB, EOS, LENGTH = 48, 1, 96
+MODELS = {
+    "hybrid": {"layer_types": ["sse", "sse_gdn", "full_attention"]},
+    "two routed": {"layer_types": ["sse", "sse"], "num_selected": 2},
+    "attention": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "num_key_value_heads": 1},
+}
+
+
+def make_model(kind: str = "hybrid", seed: int = 0) -> SSEHForCausalLM:
+    options = MODELS[kind]
+    torch.manual_seed(seed)
+    config = SSEHConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=len(options["layer_types"]),
+        num_attention_heads=2,
+        adapter_rank=4,
+        gate_rank=4,
+        chunk_size=8,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.3,
+        **options,
+    )
+    return SSEHForCausalLM(config)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request) -> SSEHForCausalLM:
+    return make_model(request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> SSEHForCausalLM:
+    return make_model().eval()
+
+
+def make_generator(model, **options) -> Generator:
+    return Generator(model, **{"eos_token_ids": [EOS], "max_sequences": 8, "max_length": LENGTH, **options})
+
+
+def make_requests(count: int, seed: int = 0, **fixed) -> list[Request]:
+    """Requests of all kinds: prompts of 1 to 40 tokens, 1 to 4 samples, every sampling parameter."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            id=f"{seed}-{i}",
+            prompt_ids=[rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 7, 8, 9, 17, 40)))],
+            n=fixed.get("n", rng.randrange(1, 5)),
+            temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
+            top_p=rng.choice((1.0, 1.0, 0.8)),
+            top_k=rng.choice((0, 0, 10)),
+            min_p=rng.choice((0.0, 0.0, 0.02)),
+            max_tokens=fixed.get("max_tokens", rng.randrange(1, 20)),
+            seed=rng.randrange(1000),
+        )
+        for i in range(count)
+    ]
+
+
+def essence(completion: Completion):
+    """All that must be equal, bit for bit."""
+    fields = dataclasses.asdict(completion)
+    router = fields.pop("router_indices")
+    return fields, None if router is None else router.tolist()
+
+
+def run_out(generator: Generator) -> list[Completion]:
+    out = []
+    while generator.has_unfinished:
+        out += generator.step()
+    return out
+
+
+def by_sample(completions) -> dict:
+    return {(c.request_id, c.sample): essence(c) for c in completions}
+
+
+def plain_logprobs(model, completion: Completion, **options) -> torch.Tensor:
+    """What the learner computes: one packed forward over prompt + completion."""
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        out = model(input_ids=ids[:, :-1], cu_seq_lens_q=torch.tensor([0, ids.shape[1] - 1], dtype=torch.int32), **options)
+    logprobs = torch.log_softmax(out.logits[0].float(), -1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(completion.prompt_ids) - 1 :]
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_the_packed_forwards(model):
+    """The hybrid gate for RL, live and with the router's choices replayed."""
+    generator = make_generator(model, return_router_indices=True, max_prefill_tokens=16)
+    for completions in generator.generate(make_requests(6)):
+        for c in completions:
+            live = plain_logprobs(model, c)
+            assert (live - torch.tensor(c.plain_logprobs)).abs().max() < 1e-5
+            if c.router_indices is None:
+                assert not model.config.sse_layers
+                continue
+            shape = (len(model.config.sse_layers), len(c.prompt_ids) + len(c.token_ids) - 1, model.config.num_selected)
+            assert tuple(c.router_indices.shape) == shape and c.router_indices.dtype == torch.uint8
+            replayed = plain_logprobs(model, c, router_indices=c.router_indices.long())
+            assert (replayed - torch.tensor(c.plain_logprobs)).abs().max() < 1e-5
+
+
+def test_router_indices_are_the_packed_forwards(hybrid):
+    completion = make_generator(hybrid, return_router_indices=True).generate([Request(prompt_ids=[5, 6, 7], max_tokens=30)])[0][0]
+    ids = torch.tensor([(completion.prompt_ids + completion.token_ids)[:-1]])
+    with torch.no_grad():
+        out = hybrid(
+            input_ids=ids, cu_seq_lens_q=torch.tensor([0, ids.shape[1]], dtype=torch.int32), output_router_indices=True
+        )
+    assert torch.equal(out.router_indices, completion.router_indices.long())
+
+
+def test_a_sample_does_not_depend_on_company(model):
+    """Alone, among 20 others, in other pools, in other orders, submitted late: the same tokens and the same bits."""
+    mine = make_requests(3, seed=1)
+    alone = {}
+    for request in mine:
+        alone |= by_sample(make_generator(model).generate([request])[0])
+    others = make_requests(20, seed=2)
+    for max_sequences in (2, 64):
+        requests = [*others, *mine]
+        random.Random(max_sequences).shuffle(requests)
+        together = by_sample(c for group in make_generator(model, max_sequences=max_sequences).generate(requests) for c in group)
+        assert {key: together[key] for key in alone} == alone, max_sequences
+
+    generator = make_generator(model, max_sequences=6)
+    arrivals = {0: others[:8], 3: mine[:1], 4: others[8:], 11: mine[1:]}
+    late, step = [], 0
+    while step < 12 or generator.has_unfinished:
+        for request in arrivals.get(step, ()):
+            generator.submit(request)
+        late += generator.step()
+        step += 1
+    late = by_sample(late)
+    assert {key: late[key] for key in alone} == alone
+
+
+def test_reused_slots_carry_nothing_over(hybrid):
+    request = Request(id="x", prompt_ids=[9, 8, 7], n=2, max_tokens=20, seed=4)
+    fresh = by_sample(make_generator(hybrid).generate([request])[0])
+    used = make_generator(hybrid)
+    used.generate(make_requests(12, seed=6))
+    assert by_sample(used.generate([request])[0]) == fresh
+
+
+def test_long_prompts_are_prefilled_in_pieces(hybrid):
+    rng = random.Random(3)
+    request = Request(id="x", prompt_ids=[rng.randrange(2, VOCAB) for _ in range(61)], n=3, max_tokens=12, seed=8)
+    pieces = make_generator(hybrid, max_prefill_tokens=24)
+    completions = pieces.generate([*make_requests(5, seed=5), request])[-1]
+    alone = make_generator(hybrid, max_prefill_tokens=24).generate([request])[0]
+    assert by_sample(completions) == by_sample(alone)
+    for c in completions:
+        assert (plain_logprobs(hybrid, c) - torch.tensor(c.plain_logprobs)).abs().max() < 1e-5
+
+
+def test_a_prompt_is_prefilled_once(hybrid):
+    for max_sequences in (1, 3, 32):
+        generator = make_generator(hybrid, max_sequences=max_sequences)
+        requests = make_requests(6, seed=7, n=5, max_tokens=5)
+        generator.generate(requests)
+        assert generator.prefilled_tokens == sum(len(request.prompt_ids) for request in requests), max_sequences
+
+
+def test_samples_differ_and_seeds_matter(hybrid):
+    ask = {"prompt_ids": [5, 6], "n": 6, "max_tokens": 20}
+    one, two, again = (make_generator(hybrid).generate([Request(seed=seed, **ask)])[0] for seed in (1, 2, 1))
+    assert len({tuple(c.token_ids) for c in one}) == 6
+    assert {tuple(c.token_ids) for c in one}.isdisjoint(tuple(c.token_ids) for c in two)
+    assert [c.token_ids for c in one] == [c.token_ids for c in again]
+
+
+def test_running_sequences_never_exceed_the_pool(hybrid):
+    generator = make_generator(hybrid, max_sequences=3)
+    for request in make_requests(9, seed=9):
+        generator.submit(request)
+    highest = 0
+    while generator.has_unfinished:
+        generator.step()
+        highest = max(highest, generator.num_running)
+    assert highest == 3
+    assert sorted(generator._scheduler.free) == list(range(4)), "every slot must come back"
+
+
+# -- what a completion holds ------------------------------------------------------------------------------------------
+
+
+def test_completions_end_for_the_right_reason(hybrid):
+    groups = make_generator(hybrid, max_sequences=16).generate(make_requests(12, seed=10, max_tokens=60))
+    reasons = set()
+    for c in (c for group in groups for c in group):
+        assert len(c.token_ids) == len(c.logprobs) == len(c.plain_logprobs) == len(c.versions) > 0
+        assert EOS not in c.token_ids[:-1]
+        assert (c.finish_reason == "stop") == (c.token_ids[-1] == EOS), "the end token stays in the ids"
+        if c.finish_reason == "length":
+            assert len(c.token_ids) == min(60, LENGTH - len(c.prompt_ids))
+        reasons.add(c.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_context_limits_a_completion(hybrid):
+    generator = make_generator(hybrid, eos_token_ids=[], max_length=12)
+    completion = generator.generate([Request(prompt_ids=[3] * 11, max_tokens=100)])[0][0]
+    assert (len(completion.token_ids), completion.finish_reason, completion.truncated) == (1, "length", True)
+    completion = generator.generate([Request(prompt_ids=[3] * 5, max_tokens=100)])[0][0]
+    assert len(completion.token_ids) == 7
+
+
+def test_greedy_follows_the_packed_argmax(hybrid):
+    completion = make_generator(hybrid).generate([Request(prompt_ids=[4, 5, 6], temperature=0, max_tokens=25)])[0][0]
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = hybrid(input_ids=ids, cu_seq_lens_q=torch.tensor([0, ids.shape[1]], dtype=torch.int32)).logits[0]
+    assert logits.argmax(-1)[2:-1].tolist() == completion.token_ids
+    assert set(completion.logprobs) == {0.0}
+
+
+def test_streaming_sees_every_token_in_order(hybrid):
+    seen: list[StreamedToken] = []
+    generator = make_generator(hybrid, on_token=seen.append, version=4)
+    for c in generator.generate([Request(id="a", prompt_ids=[7], n=3, max_tokens=15), Request(id="b", prompt_ids=[8])])[0]:
+        mine = [token for token in seen if (token.request_id, token.sample) == ("a", c.sample)]
+        assert [token.token_id for token in mine] == c.token_ids
+        assert [token.logprob for token in mine] == c.logprobs
+        assert [token.index for token in mine] == list(range(len(mine)))
+        assert [token.finish_reason for token in mine] == [None] * (len(mine) - 1) + [c.finish_reason]
+        assert {token.version for token in mine} == {4}
+
+
+def test_progress_reaches_the_total(hybrid):
+    calls = []
+    groups = make_generator(hybrid, max_sequences=4).generate(
+        make_requests(5, seed=11), on_progress=lambda *call: calls.append(call)
+    )
+    completions = [c for group in groups for c in group]
+    assert calls[-1] == (len(completions), len(completions), sum(len(c.token_ids) for c in completions))
+    assert calls == sorted(calls)
+
+
+# -- requests that end early, bad requests ----------------------------------------------------------------------------
+
+
+def test_abort_returns_what_there_is_and_leaves_others_alone(hybrid):
+    kept = Request(id="kept", prompt_ids=[5, 6], n=2, max_tokens=25, seed=3)
+    alone = by_sample(make_generator(hybrid).generate([kept])[0])
+    generator = make_generator(hybrid, eos_token_ids=[EOS], max_sequences=3)
+    generator.submit(Request(id="gone", prompt_ids=[9, 9, 9], n=4, max_tokens=50, seed=12))
+    generator.submit(kept)
+    out = [c for _ in range(3) for c in generator.step()]
+    assert generator.abort("gone") and not generator.abort("gone") and not generator.abort("never")
+    out += run_out(generator)
+    gone = sorted((c for c in out if c.request_id == "gone"), key=lambda c: c.sample)
+    assert [c.sample for c in gone] == [0, 1, 2, 3]
+    assert {len(c.token_ids) for c in gone if c.finish_reason == "abort"} == {0, 3}
+    assert by_sample(c for c in out if c.request_id == "kept") == alone
+
+
+def test_a_listener_may_abort(hybrid):
+    def listen(token: StreamedToken) -> None:
+        if token.index == 5:
+            generator.abort(token.request_id)
+
+    generator = make_generator(hybrid, eos_token_ids=[], on_token=listen)
+    groups = generator.generate([Request(prompt_ids=[4], n=3, max_tokens=30), Request(prompt_ids=[5], max_tokens=4)])
+    assert [c.finish_reason for c in groups[0]] == ["abort"] * 3
+    assert {len(c.token_ids) for c in groups[0]} <= {5, 6}
+    assert [c.finish_reason for c in groups[1]] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(id="r", prompt_ids=[3] * LENGTH), f"r: the prompt has {LENGTH} tokens, but max_length={LENGTH} leaves at most 95"),
+        (Request(id="r", prompt_ids=[3, VOCAB]), f"token id {VOCAB} is outside the vocabulary, 0 to {VOCAB - 1}"),
+        (Request(id="r", prompt_ids=[-1]), "token id -1"),
+        (Request(id="used", prompt_ids=[3]), "used: an unfinished request already has this id"),
+        (Request(id="r", prompt_ids=[3], stop=("x",)), "need a tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused(hybrid, request_, message):
+    generator = make_generator(hybrid)
+    generator.submit(Request(id="used", prompt_ids=[4]))
+    with pytest.raises(ValueError, match=message):
+        generator.submit(request_)
+    with pytest.raises(ValueError, match=message):
+        generator.generate([Request(id="fine", prompt_ids=[4]), request_])
+    assert {c.request_id for c in run_out(generator)} == {"used"}, "a refused call leaves nothing behind"
+
+
+def test_broken_logits_name_the_request_and_spare_others(hybrid):
+    """One token's embedding is NaN: whoever reads it cannot be sampled, everybody else can."""
+    poisoned = make_model()
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[40] = float("nan")
+    good = Request(id="good", prompt_ids=[5, 6], max_tokens=4, top_k=5, seed=3)
+    alone = by_sample(make_generator(poisoned, version=3).generate([good])[0])
+    generator = make_generator(poisoned, version=3)
+    generator.submit(Request(id="bad", prompt_ids=[5, 40], n=2))
+    generator.submit(good)
+    with pytest.raises(PosttrainError, match=r"version 3.*NaN.*bad;"):
+        generator.step()
+    assert by_sample(run_out(generator)) == alone
+    assert sorted(generator._scheduler.free) == list(range(9))
+
+
+def test_sizes_are_checked(hybrid):
+    for name, value in (("max_sequences", 0), ("max_length", 1), ("max_prefill_tokens", 0)):
+        with pytest.raises(ValueError, match=name):
+            make_generator(hybrid, **{name: value})
+
+
+def test_memory_tells_how_many_sequences_fit(hybrid):
+    few, many = (Generator.max_sequences_for(hybrid, memory, 64) for memory in (2**21, 2**24))
+    assert 1 <= few < many
+    assert many >= 7 * few
+    with pytest.raises(ValueError, match="memory_bytes"):
+        Generator.max_sequences_for(hybrid, 100, 64)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_in_flight_continue_with_a_version_per_token(hybrid):
+    generator = make_generator(make_model(), eos_token_ids=[], version=1)
+    generator.submit(Request(prompt_ids=[4, 5], n=2, max_tokens=8))
+    for _ in range(3):
+        generator.step()
+    generator.update_weights(2, make_model(seed=1).state_dict())
+    for completion in run_out(generator):
+        assert completion.versions == [1] * 3 + [2] * 5
+
+
+def test_restart_gives_what_the_new_weights_alone_give():
+    requests = make_requests(5, seed=13)
+    new = make_model(seed=1)
+    expected = by_sample(c for group in make_generator(new, version=2).generate(requests) for c in group)
+    generator = make_generator(make_model(), version=1, max_sequences=4)
+    for request in requests:
+        generator.submit(request)
+    early = [c for _ in range(2) for c in generator.step()]
+    generator.update_weights(2, new.state_dict(), unfinished="restart")
+    late = by_sample(run_out(generator))
+    assert len(early) + len(late) == len(expected)
+    assert late == {key: expected[key] for key in late}
+
+
+def test_samples_not_begun_see_only_the_new_weights():
+    """Their prompt was prefilled with the old weights and waits for room: it must be prefilled again."""
+    request = Request(id="x", prompt_ids=[6, 7, 8], n=3, max_tokens=6, seed=2)
+    new = make_model(seed=1)
+    expected = by_sample(make_generator(new, eos_token_ids=[], version=2).generate([request])[0])
+    generator = make_generator(make_model(), eos_token_ids=[], version=1, max_sequences=1)
+    generator.submit(request)
+    generator.step()
+    generator.update_weights(2, new.state_dict())
+    out = by_sample(run_out(generator))
+    assert out["x", 0][0]["versions"] == [1, 2, 2, 2, 2, 2]
+    assert [out["x", sample] for sample in (1, 2)] == [expected["x", sample] for sample in (1, 2)]
+
+
+def test_finish_refuses_while_samples_run(hybrid):
+    generator = make_generator(hybrid)
+    generator.submit(Request(prompt_ids=[4], max_tokens=5))
+    generator.step()
+    with pytest.raises(PosttrainError, match="1 samples are unfinished"):
+        generator.update_weights(1, unfinished="finish")
+    run_out(generator)
+    generator.update_weights(1, unfinished="finish")
+    assert generator.version == 1
+    with pytest.raises(ValueError, match="restart"):
+        generator.update_weights(2, unfinished="drop")
+
+
+def test_weights_must_arrive_whole():
+    model = make_model()
+    generator = make_generator(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = make_model(seed=1).state_dict()
+    lacking = {name: tensor for name, tensor in new.items() if name != "lm_head.weight"}
+    with pytest.raises(ValueError, match=r"1 missing \['lm_head.weight'\], 0 unexpected"):
+        generator.update_weights(1, lacking)
+    with pytest.raises(ValueError, match=r"1 unexpected \['extra'\]"):
+        generator.update_weights(1, {**new, "extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"model.norm.weight: \(3,\) given, \(32,\) needed"):
+        generator.update_weights(1, {**new, "model.norm.weight": torch.zeros(3)})
+    assert generator.version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    generator.update_weights(1, new)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_learners_own_model_is_left_as_it_was():
+    """Training mode with one frozen part, gradient checkpointing on; it trains on after a rollout, replaying the routes."""
+    model = make_model().train()
+    model.gradient_checkpointing_enable()
+    model.model.norm.eval()
+    flags = [module.training for module in model.modules()]
+    generator = make_generator(model, return_router_indices=True)
+    completion = generator.generate([Request(prompt_ids=[5, 6, 7], max_tokens=20)])[0][0]
+    assert [module.training for module in model.modules()] == flags
+    ids = torch.tensor([(completion.prompt_ids + completion.token_ids)[:-1]])
+    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
+    model(input_ids=ids, cu_seq_lens_q=bounds, labels=ids, router_indices=completion.router_indices.long()).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+    generator.update_weights(1)
+    after = generator.generate([Request(prompt_ids=[5, 6, 7], max_tokens=20)])[0][0]
+    model.eval()
+    assert (plain_logprobs(model, after) - torch.tensor(after.plain_logprobs)).abs().max() < 1e-5
+    assert set(after.versions) == {1}
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_a_snapshot_continues_elsewhere_bit_for_bit(model, steps):
+    request = Request(id="x", prompt_ids=[7] * 9, n=5, max_tokens=14, seed=6)
+    options = {"return_router_indices": True, "max_sequences": 3}
+    whole = by_sample(make_generator(model, **options).generate([request])[0])
+    source = make_generator(model, **options)
+    source.submit(request)
+    out = [c for _ in range(steps) for c in source.step()]
+    saved = pickle.loads(pickle.dumps(source.snapshot("x")))
+    assert by_sample([*out, *run_out(source)]) == whole, "taking a snapshot must not disturb the request"
+
+    target = make_generator(model, return_router_indices=True, max_sequences=2)
+    target.submit(Request(id="other", prompt_ids=[3, 4], n=3, max_tokens=10))
+    target.step()
+    assert target.restore(saved) == "x"
+    again = pickle.loads(pickle.dumps(target.snapshot("x")))  # of sequences that still wait for a slot
+    continued = [c for c in run_out(target) if c.request_id == "x"]
+    assert by_sample([*out, *continued]) == whole
+    target.restore(again)
+    assert by_sample([*out, *run_out(target)]) == whole
+
+
+def test_snapshots_that_do_not_fit_are_refused(hybrid):
+    source = make_generator(hybrid, eos_token_ids=[])
+    source.submit(Request(id="x", prompt_ids=[7] * 9, max_tokens=60))
+    for _ in range(30):
+        source.step()
+    saved = source.snapshot("x")
+    with pytest.raises(ValueError, match="no unfinished|not an unfinished"):
+        source.snapshot("y")
+    with pytest.raises(ValueError, match="already has this id"):
+        source.restore(saved)
+    with pytest.raises(ValueError, match="larger max_length"):
+        make_generator(hybrid, max_length=30).restore(saved)
+    with pytest.raises(ValueError, match="router"):
+        make_generator(hybrid, return_router_indices=True).restore(saved)
+    with pytest.raises(ValueError, match="format"):
+        make_generator(hybrid).restore({"format": 99})
+
+
+def test_an_interrupted_step_begins_again_and_loses_nothing(hybrid):
+    requests = make_requests(6, seed=14)
+    whole = by_sample(c for group in make_generator(hybrid).generate(requests) for c in group)
+    model = make_model().eval()
+    generator = make_generator(model, max_sequences=4)
+    for request in requests:
+        generator.submit(request)
+    out = [c for _ in range(4) for c in generator.step()]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generator.step()
+    handle.remove()
+    assert by_sample([*out, *run_out(generator)]) == whole

@@ -1,0 +1,111 @@
+"""Where the answer is found in an output."""
+
+import time
+
+import pytest
+
+from posttrain.rewards.extract import Answer, completion_text, find_answer, gold_text, last_box
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1}. No, that misses a case; \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x : x > 3\right\}}", r"\left\{x : x > 3\right\}"),
+        (r"\boxed {12}", "12"),
+        (r"\fbox{12}", "12"),
+        (r"\boxed 9 is it", "9"),
+        (r"<think>\boxed{3}</think> It is \boxed{4}.", "4"),
+        (r"\boxed{x=3} \text{ and } \boxed{x=-3}", "x=3, x=-3"),
+        (r"\boxed{2}, \boxed{2}", "2"),
+        (r"Step 1: \boxed{2}. Step 2: \boxed{5}", "5"),
+        (r"\boxed{a{b}c", None),
+        (r"first \boxed{7}, no wait, \boxed{", None),
+        (r"\boxed{}", None),
+        (r"<think> it is \boxed{4} or", None),
+        ("", None),
+    ],
+)
+def test_boxed(output, answer):
+    found = find_answer(output, unboxed_fallback=False)
+    assert (found.text if found else None) == answer
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        ("12 * 6 is\n#### 72", "72"),
+        ("The answer is 72.", "72"),
+        ("The answer is 72, because 6 * 12 is", "72"),
+        ("We get 3.\nAnswer: -4.5", "-4.5"),
+        ("Answer:\n81", "81"),
+        ("so <<6*7=42>>42 dollars\nA: 42", "42"),
+        ("answer is 3\nThe final answer is **5**.", "5"),
+        ("<think>hm</think><answer>8</answer> The answer is 9", "8"),
+        (r"a step \boxed{2}. Final Answer: The final answer is $10$. I hope it is correct.", "$10$"),
+    ],
+)
+def test_marked(output, answer):
+    assert find_answer(output) == Answer(answer, "marked")
+
+
+def test_fallback_is_a_choice():
+    assert find_answer("The answer is 72", unboxed_fallback=False) is None
+    assert find_answer("so 72 remain") == Answer("so 72 remain", "tail")
+    assert find_answer(r"\boxed{5} and the answer is 6") == Answer("5", "boxed")
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        r"\boxed{" * 60_000,
+        "{" * 400_000 + r"\boxed{",
+        r"\boxed{1}" * 40_000,
+        r"\boxed{1} and " * 20_000,
+        "answer is " * 40_000,
+        "#" * 1_000_000,
+    ],
+    ids=["open boxes", "open braces", "boxes", "joined", "marks", "hashes"],
+)
+def test_long_outputs_take_linear_time(output):
+    started = time.monotonic()
+    find_answer(output)
+    assert time.monotonic() - started < 3
+
+
+def test_only_the_end_counts():
+    assert find_answer(r"\boxed{7}" + " and so on" * 50_000, unboxed_fallback=False) is None
+
+
+def test_last_box_tells_no_box_from_an_open_one():
+    assert last_box("nothing") == (False, None)
+    assert last_box(r"\boxed{1") == (True, None)
+
+
+def test_completion_text():
+    assert completion_text("plain") == "plain"
+    assert completion_text([{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]) == "yes"
+    assert completion_text([{"role": "assistant", "content": [{"type": "text", "text": "block"}]}]) == "block"
+    assert completion_text([{"role": "assistant", "content": None}]) == ""
+    with pytest.raises(TypeError, match="string or a list"):
+        completion_text(3)
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("72", "72"),
+        (72, "72"),
+        (0.5, "0.5"),
+        ("work\n#### 72", "72"),
+        (r"so \boxed{x^2}.", "x^2"),
+        ("  ", None),
+        (None, None),
+        (True, None),
+        (["1"], None),
+    ],
+)
+def test_gold_text(gold, text):
+    assert gold_text(gold) == text
