@@ -22,75 +22,98 @@ if TYPE_CHECKING:
 
 
 class KVPool:
-    """Keys and values of one attention layer, [slots, H_kv, capacity, D]; rows behind a slot's length hold stale finite numbers.
+    """Keys and values of one attention layer, [slots, H_kv, capacity, D]; rows that hold nothing yet, or nothing any more, hold
+    finite numbers.
 
-    The capacity grows in steps of `STEP` rows as sequences grow.
+    The capacity grows in steps of `STEP` rows as sequences grow. With a sliding `window`, position p lies in row p mod `ring`,
+    the window rounded up to whole blocks, and the capacity stops there.
     """
 
     STEP = 128
     BLOCK = 64
 
-    def __init__(self, slots: int, heads: int, dim: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slots: int, heads: int, dim: int, *, window: int | None = None, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self.window = window
+        self.ring = None if window is None else -(-window // self.BLOCK) * self.BLOCK
         self.keys = torch.zeros(slots, heads, 0, dim, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 
+    def rows(self, length: int) -> int:
+        """Rows that a sequence of `length` tokens occupies."""
+        return length if self.ring is None else min(length, self.ring)
+
     def reserve(self, length: int) -> None:
-        """Makes room for `length` rows in every slot; new rows are zero, so that a masked weight of 0 times them is 0."""
-        have = self.keys.shape[2]
-        if length > have:
-            more = -(-length // self.STEP) * self.STEP - have
+        """Makes room for sequences of `length` tokens; new rows are zero, so that a masked weight of 0 times them is 0."""
+        have, need = self.keys.shape[2], self.rows(length)
+        if need > have:
+            more = -(-need // self.STEP) * self.STEP - have
             shape = (*self.keys.shape[:2], more, self.keys.shape[3])
             self.keys = torch.cat((self.keys, self.keys.new_zeros(shape)), dim=2)
             self.values = torch.cat((self.values, self.values.new_zeros(shape)), dim=2)
 
     def append(self, k: Tensor, v: Tensor, slots: Sequence[int], starts: Sequence[int]) -> None:
-        """Writes one row a sequence, k and v [S, H_kv, D], behind the `starts[s]` rows of slot `slots[s]`."""
+        """Writes one token a sequence, k and v [S, H_kv, D], behind the `starts[s]` tokens of slot `slots[s]`."""
         self.reserve(max(starts) + 1)
-        where = torch.tensor((slots, starts), device=k.device)
-        self.keys[where[0], :, where[1]] = k
-        self.values[where[0], :, where[1]] = v
+        rows = starts if self.ring is None else [start % self.ring for start in starts]
+        slot, row = torch.tensor((slots, rows), device=k.device)
+        self.keys[slot, :, row] = k
+        self.values[slot, :, row] = v
 
     def extend(self, k: Tensor, v: Tensor, slot: int, start: int) -> tuple[Tensor, Tensor]:
-        """Writes n rows [n, H_kv, D] behind the `start` rows of `slot`; all of its rows, [start + n, H_kv, D] twice."""
-        end = start + k.shape[0]
-        self.reserve(end)
-        self.keys[slot, :, start:end] = k.transpose(0, 1)
-        self.values[slot, :, start:end] = v.transpose(0, 1)
-        if start == 0:
-            return k, v
-        return self.keys[slot, :, :end].transpose(0, 1), self.values[slot, :, :end].transpose(0, 1)
+        """Writes n tokens [n, H_kv, D] behind the `start` tokens of `slot`; returns what they may see, themselves last: all, or
+        with a window at most the window - 1 tokens before them, [m, H_kv, D] twice."""
+        count, device = k.shape[0], k.device
+        self.reserve(start + count)
+        if self.ring is None or self.window is None:
+            self.keys[slot, :, start : start + count] = k.transpose(0, 1)
+            self.values[slot, :, start : start + count] = v.transpose(0, 1)
+            if start == 0:
+                return k, v
+            return self.keys[slot, :, : start + count].transpose(0, 1), self.values[slot, :, : start + count].transpose(0, 1)
+        before = torch.arange(max(0, start - self.window + 1), start, device=device) % self.ring
+        seen = [torch.cat((pool[slot, :, before].transpose(0, 1), x)) for pool, x in ((self.keys, k), (self.values, v))]
+        last = min(count, self.ring)
+        where = torch.arange(start + count - last, start + count, device=device) % self.ring
+        self.keys[slot, :, where] = k[-last:].transpose(0, 1)
+        self.values[slot, :, where] = v[-last:].transpose(0, 1)
+        return seen[0], seen[1]
 
-    def view(self, slots: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def view(self, slots: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of some slots up to the longest of `lengths`, rounded up to whole blocks: keys and values [S, H_kv, L, D] and the
         mask [S, L], True where a row must not be seen. Consecutive slots are not copied."""
-        longest = -(-max(lengths) // self.BLOCK) * self.BLOCK
+        longest = -(-self.rows(max(lengths)) // self.BLOCK) * self.BLOCK
         first = slots[0]
         if list(slots) == list(range(first, first + len(slots))):
             keys, values = (x[first : first + len(slots), :, :longest] for x in (self.keys, self.values))
         else:
             index = torch.tensor(slots, device=self.keys.device)
             keys, values = (x[:, :, :longest].index_select(0, index) for x in (self.keys, self.values))
-        ends = torch.tensor(lengths, device=self.keys.device)[:, None]
+        last = torch.tensor(lengths, device=self.keys.device)[:, None] - 1
         row = torch.arange(longest, device=self.keys.device)[None]
-        mask = row >= ends
-        if window is not None:
-            mask |= row < ends - window
-        return keys, values, mask
+        if self.ring is None or self.window is None:
+            return keys, values, row > last
+        behind = (last - row) % self.ring
+        return keys, values, (behind >= self.window) | (behind > last)
 
     def fork(self, src: int, dst: Sequence[int], length: int) -> None:
+        rows = self.rows(length)
         for x in (self.keys, self.values):
-            x[list(dst), :, :length] = x[src, :, :length]
+            x[list(dst), :, :rows] = x[src, :, :rows].clone()
 
     def export(self, slot: int, length: int) -> dict[str, Tensor]:
-        return {
-            "keys": self.keys[slot, :, :length].to("cpu", copy=True).contiguous(),
-            "values": self.values[slot, :, :length].to("cpu", copy=True).contiguous(),
-        }
+        rows = self.rows(length)
+        pools = {"keys": self.keys, "values": self.values}
+        return {name: x[slot, :, :rows].detach().to("cpu", copy=True).contiguous() for name, x in pools.items()}
 
     def load(self, slot: int, tensors: dict[str, Tensor], length: int) -> None:
         self.reserve(length)
-        self.keys[slot, :, :length] = tensors["keys"].to(self.keys)
-        self.values[slot, :, :length] = tensors["values"].to(self.values)
+        for x, name in ((self.keys, "keys"), (self.values, "values")):
+            want = (x.shape[1], self.rows(length), x.shape[3])
+            if tuple(tensors[name].shape) != want:
+                raise ValueError(f"{name} has shape {list(tensors[name].shape)}, but this cache needs {list(want)}")
+            x[slot, :, : want[1]] = tensors[name].to(x)
 
 
 class SlotCache(Cache):
@@ -133,7 +156,10 @@ class SlotCache(Cache):
                     config.chunk_size, transition="gla" if kind == "sse" else "gdn", device=device, dtype=dtype,
                 )  # fmt: skip
             else:
-                state = KVPool(num_slots, config.num_key_value_heads, config.head_dim, device=device, dtype=dtype)
+                window = config.sliding_window if kind == "sliding_attention" else None
+                state = KVPool(
+                    num_slots, config.num_key_value_heads, config.head_dim, window=window, device=device, dtype=dtype
+                )  # fmt: skip
             self.states.append(state)
 
     def bind(self, slots: Sequence[int] | Tensor) -> None:

@@ -11,6 +11,7 @@ GPU kernels are called as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,14 @@ _GRAIN = 32768
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose output row depends on its input row alone, bit for bit, on CPU. x [..., in] -> [..., out]."""
+    """`nn.Linear` whose output row depends on its input row alone, bit for bit, on CPU. x [..., in] -> [..., out].
+
+    `zero_init` asks the model's initialisation for a zero weight.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, zero_init: bool = False, **kwargs: Any) -> None:
+        super().__init__(in_features, out_features, bias=bias, **kwargs)
+        self.zero_init = zero_init
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":

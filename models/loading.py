@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -41,7 +42,7 @@ def make_config(fields: Mapping[str, Any]) -> SSEHConfig:
         # The plain checks first: transformers wraps what its own raise.
         resolve({k: v for k, v in fields.items() if k not in _OTHER_FIELDS})
         return SSEHConfig(**{k: v for k, v in fields.items() if k != "model_type"})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model configuration: {error}") from error
 
 
@@ -87,7 +88,7 @@ def load_model(
         raise CheckpointError(f"{name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise CheckpointError(f"{name}: its configuration cannot be read ({error})") from error
     if not isinstance(config, SSEHConfig):
         raise CheckpointError(
@@ -108,13 +109,17 @@ def load_model(
         if report.get(kind):
             found = sorted(str(key) for key in report[kind])
             raise CheckpointError(
-                f"{name}: {len(found)} {kind.replace('_', ' ')}, e.g. {', '.join(found[:3])}; the checkpoint does not fit its config.json"
+                f"{name}: {len(found)} {kind.replace('_', ' ')}, e.g. {', '.join(found[:3])}; it does not fit its config.json"
             )
     return model.to(device).eval()
 
 
 def load_any_model(
-    path: str | Path, *, dtype: str | torch.dtype | None = None, trust_remote_code: bool = False, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """A causal language model of any family (a teacher, a baseline). SSE-H checkpoints go through `load_model`."""
     folder = Path(path)
@@ -127,7 +132,7 @@ def load_any_model(
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype="auto" if dtype is None else parse_dtype(dtype), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise CheckpointError(f"{path}: cannot be loaded ({error})") from error
     return model.to(device).eval()
 

@@ -34,7 +34,7 @@ def chunked_cross_entropy(
     num_items: Tensor | int | None = None,
     chunk_rows: int = CHUNK_ROWS,
 ) -> Tensor:
-    """Sum of the cross-entropy of hidden [T, hidden] against targets [T], divided by `num_items` (default: the targets that count).
+    """Sum of the cross-entropy of hidden [T, hidden] against targets [T], divided by `num_items` (default: those that count).
 
     At most [chunk_rows, vocabulary] logits exist at a time, in the forward and in the backward pass. A batch without any target
     gives 0, still connected to `hidden`.

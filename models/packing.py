@@ -52,8 +52,8 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Sequences that a recurrent layer computes in one call. One-token continuations are a part of their own: they take the decode
-    path, and would not if they shared a call with longer ones, so their bits would depend on their company.
+    """Sequences that a recurrent layer computes in one call. One-token continuations are a part of their own: they take the
+    decode path, and would not if they shared a call with longer ones, so their bits would depend on their company.
 
     rows: int64, their packed tokens, or None for all of them; cu_seqlens [S+1] on the host; slots [S] where they continue slots.
     """
@@ -100,7 +100,9 @@ def make_packing(
         bounds = cu_seq_lens_q.tolist()
         lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
         if not lengths or bounds[0] != 0 or bounds[-1] != columns or min(lengths) < 0:
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the {columns} tokens of the input, got {bounds[:8]}... {bounds[-1:]}")
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the {columns} tokens of the input, got {bounds[:8]}... {bounds[-1:]}"
+            )
         return Packing(shape=shape, lengths=lengths)
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < columns:

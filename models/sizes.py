@@ -129,7 +129,7 @@ def _check(f: dict[str, Any]) -> None:
     if any(t in ATTENTION_LAYER_TYPES for t in types) and f["head_dim"] % 2:
         raise ValueError(f"head_dim={f['head_dim']} must be even in a model with attention layers: RoPE rotates pairs")
     if "sliding_attention" in types and (not isinstance(f["sliding_window"], int) or f["sliding_window"] < 1):
-        raise ValueError(f"sliding_window={f['sliding_window']!r}, but sliding_attention layers need a window of at least 1 token")
+        raise ValueError(f"sliding_window={f['sliding_window']!r}, but sliding_attention layers need a window of 1 token or more")
     for name in ("shared_partition", "use_output_gate", "qk_norm", "tie_word_embeddings"):
         if not isinstance(f[name], bool):
             raise ValueError(f"{name}={f[name]!r}, but it must be true or false")
@@ -176,17 +176,18 @@ def parameter_counts(fields: Mapping[str, Any]) -> dict[str, int]:
 def state_bytes(fields: Mapping[str, Any], length: int, *, element_size: int = 2) -> dict[str, int]:
     """Bytes that one decoding sequence of `length` tokens keeps, `{"state", "kv", "total"}`.
 
-    State: fp32 boundary states of 1+N partitions and the unfinished chunk of each (k, v in the model's dtype of `element_size`
-    bytes, log decay in fp32), constant in the length. KV: keys and values of the attention layers, up to the window in sliding ones.
+    State, constant in the length, per partition and head: the fp32 boundary state, and the unfinished chunk's rows in fp32 (keys,
+    values, decays and what one-token steps reuse). KV: keys and values of the attention layers in elements of `element_size` bytes;
+    sliding ones keep their window, rounded up to blocks of 64.
     """
     f = resolve(fields)
-    heads, d, parts, chunk = f["num_attention_heads"], f["head_dim"], 1 + f["num_partitions"], f["chunk_size"]
+    heads, d, partitions, chunk = f["num_attention_heads"], f["head_dim"], 1 + f["num_partitions"], f["chunk_size"]
     state = kv = 0
     for kind in f["layer_types"]:
         if kind in SSE_LAYER_TYPES:
-            gates = 4 * (d if kind == "sse" else 2)
-            state += parts * heads * (d * d * 4 + chunk * (2 * d * element_size + gates)) + parts * 8
+            row, total = (4 * d, d) if kind == "sse" else (3 * d + 2, 1)
+            state += partitions * (heads * (4 * (d * d + chunk * row) + 8 * total) + 8)
         else:
-            tokens = min(length, f["sliding_window"]) if kind == "sliding_attention" else length
-            kv += 2 * f["num_key_value_heads"] * d * tokens * element_size
+            window = -(-f["sliding_window"] // 64) * 64 if kind == "sliding_attention" else length
+            kv += 2 * f["num_key_value_heads"] * d * min(length, window) * element_size
     return {"state": state, "kv": kv, "total": state + kv}

@@ -39,16 +39,19 @@ from posttrain.errors import CheckpointError, RunFolderError
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 # What may differ between two launches of the same run: it says where things run and what is shown, not what is computed.
-# `stages` and `eval` may grow later: finished stages keep their results, and each evaluation sample is keyed by its protocol.
+# A changed `eval` section runs the evaluation again, where samples of an unchanged protocol are found and kept.
 FREE_TO_CHANGE = {"description", "run_dir", "stages", "ray", "eval", "rollout.max_sequences", "rollout.max_prefill_tokens"} | {
     f"{section}.{name}"
     for section in ("trainer", "grpo")
     for name in (
         *("logging_steps", "logging_strategy", "logging_first_step", "report_to", "log_level", "log_completions"),
-        *("save_steps", "save_strategy", "save_total_limit", "num_completions_to_print", "max_steps", "num_train_epochs"),
+        *("save_steps", "save_strategy", "save_total_limit", "num_completions_to_print"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout"),
     )
 }
+# How long a stage trains may change until it is finished: afterwards there would be nothing to continue.
+FREE_UNTIL_DONE = {"trainer": "sft", "grpo": "grpo"}
+LENGTHS = ("max_steps", "num_train_epochs")
 
 
 class RunFolder:
@@ -73,8 +76,8 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"run folder {run.path}: {error.strerror or error}; choose another with run_dir=PATH") from error
         try:
-            run._check_recipe(recipe)
-            run._check_unfinished(recipe, resume)
+            again = run._check_recipe(recipe)
+            run._check_unfinished([stage for stage in recipe.stages if stage not in again], resume)
             write_text_atomically(run.path / "config.yaml", dump_recipe(recipe))
         except BaseException:
             run.close()
@@ -110,7 +113,8 @@ class RunFolder:
         lock.flush()
         self._lock = lock
 
-    def _check_recipe(self, recipe: Recipe) -> None:
+    def _check_recipe(self, recipe: Recipe) -> tuple[str, ...]:
+        """Refuse a folder of another recipe; return the stages that run again because their section changed."""
         path = self.path / "config.yaml"
         if not path.exists():
             foreign = sorted(p.name for p in self.path.iterdir() if p.name != ".lock")
@@ -119,12 +123,14 @@ class RunFolder:
                     f"run folder {self.path} has no config.yaml but holds {', '.join(foreign[:5])}; "
                     "choose an empty folder with run_dir=PATH"
                 )
-            return
+            return ()
         try:
             old = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise RunFolderError(f"{path} is damaged ({error}); choose another folder with run_dir=PATH") from None
-        differing = _differences(old, recipe.model_dump(mode="json"))
+        new = recipe.model_dump(mode="json")
+        lengths = {f"{key}.{name}" for key, stage in FREE_UNTIL_DONE.items() if not self.stage_done(stage) for name in LENGTHS}
+        differing = _differences(old, new, FREE_TO_CHANGE | lengths)
         if differing:
             shown = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in differing[:12])
             more = f"\n  and {len(differing) - 12} more" if len(differing) > 12 else ""
@@ -132,9 +138,13 @@ class RunFolder:
                 f"run folder {self.path} belongs to another recipe; these keys differ:\n{shown}{more}\n"
                 "choose another folder with run_dir=PATH, delete this one, or put the keys back"
             )
+        if old.get("eval") == new["eval"]:
+            return ()
+        self._forget("eval", "report")
+        return ("eval", "report")
 
-    def _check_unfinished(self, recipe: Recipe, resume: bool) -> None:
-        unfinished = [stage for stage in recipe.stages if self._started(stage) and not self.stage_done(stage)]
+    def _check_unfinished(self, stages: list[str], resume: bool) -> None:
+        unfinished = [stage for stage in stages if self._started(stage) and not self.stage_done(stage)]
         if unfinished and not resume:
             raise RunFolderError(
                 f"run folder {self.path} holds an unfinished stage ({', '.join(unfinished)}); "
@@ -166,6 +176,12 @@ class RunFolder:
         """Record that a stage is finished, with facts about it."""
         stages = self._stages() | {name: {"finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **info}}
         write_text_atomically(self.path / "stages.json", json.dumps(stages, indent=2) + "\n")
+
+    def _forget(self, *names: str) -> None:
+        stages = self._stages()
+        if stages.keys() & set(names):
+            kept = {name: info for name, info in stages.items() if name not in names}
+            write_text_atomically(self.path / "stages.json", json.dumps(kept, indent=2) + "\n")
 
     def stage_dir(self, name: str) -> Path:
         """The folder of a stage, created if need be."""
@@ -217,14 +233,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+def _differences(old: Any, new: Any, free: set[str], prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Keys whose values differ, the free ones left out."""
-    if prefix in FREE_TO_CHANGE or old == new:
+    if prefix in free or old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         found = []
         for key in dict.fromkeys((*old, *new)):
-            found += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+            found += _differences(old.get(key), new.get(key), free, f"{prefix}.{key}" if prefix else str(key))
         return found
     return [(prefix, old, new)]
 

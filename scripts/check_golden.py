@@ -110,7 +110,11 @@ def main() -> int:
         try:
             with use_backend(args.backend):
                 result = check_file(path, args.device)
-        except (ValueError, KeyError, SafetensorError) as error:  # a backend that refuses, or a file that is not what its name says
+        except (
+            ValueError,
+            KeyError,
+            SafetensorError,
+        ) as error:  # a backend that refuses, or a file that is not what its name says
             failed += 1
             print(f"FAIL  {path.stem:{width}}  {type(error).__name__}: {error}")
             continue

@@ -215,5 +215,7 @@ def _run(x: Inputs, backend: Backend | None) -> tuple[Tensor, Tensor]:
     if backend == "reference":
         return run_reference(x)
     if backend == "triton":
-        raise ValueError("backend='triton' is not built yet; use backend='torch' (also the choice of backend=None) or 'reference'")
+        raise ValueError(
+            "backend='triton' is not built yet; use backend='torch' (also the choice of backend=None) or 'reference'"
+        )
     raise ValueError(f"backend={backend!r}, but it must be 'reference', 'torch', 'triton' or None")

@@ -70,7 +70,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def make_case(case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+def make_case(
+    case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """Draws in float64 and rounds, so that every dtype sees the same numbers.
 
     Returns:

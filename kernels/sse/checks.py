@@ -1,4 +1,4 @@
-"""Checked, uniform inputs: every backend receives one `Inputs`, so that all of them see the same shapes and refuse the same mistakes."""
+"""Checked, uniform inputs: every backend receives one `Inputs`, so all see the same shapes and refuse the same mistakes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ GATES = ("both", "write", "read", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Inputs of one call. Routed tensors carry a route dimension: 1 where the projection is shared by the routes, R otherwise.
+    """Inputs of one call. Routed tensors carry a route dimension: 1 where the routes share a projection, R otherwise.
 
     Shapes: q1, k1 [T,H,K] or None (no shared partition); g1 [T,H,K] (GLA) or [T,H] (gated delta rule); b1 [T,H] or None;
-    q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V], which is v where same_values; weight [T,R]; index [T,R] int64;
+    q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V], which is v where same_values;
+    weight [T,R]; index [T,R] int64;
     cu_seqlens [S+1] on the device of v; initial_state [S,1+N,H,K,V]; longest: the longest sequence's length where it is
     known without asking a device, else T.
     """
@@ -89,7 +90,8 @@ def check_inputs(
     tokens, heads, value_dim = v.shape
     if index.ndim != 2 or index.shape[0] != tokens or not 1 <= index.shape[1] <= num_partitions or index.dtype != torch.int64:
         raise ValueError(
-            f"index must be int64 [T, R] with T={tokens} and 1 <= R <= {num_partitions}, got {index.dtype} of shape {tuple(index.shape)}"
+            f"index must be int64 [T, R] with T={tokens} and 1 <= R <= {num_partitions}, "
+            f"got {index.dtype} of shape {tuple(index.shape)}"
         )
     routes = index.shape[1]
     _expect("weight", weight, (tokens, routes))
@@ -117,7 +119,15 @@ def check_inputs(
         empty = torch.zeros((), dtype=dtype, device=v.device)
         initial_state = torch.zeros(state_shape, dtype=dtype, device=v.device) if needs_state else empty.expand(state_shape)
     _expect("initial_state", initial_state, state_shape)
-    _one_device(v, {**{n: a for n, (a, _) in {**shared, **routed}.items()}, "weight": weight, "index": index, "initial_state": initial_state})
+    _one_device(
+        v,
+        {
+            **{n: a for n, (a, _) in {**shared, **routed}.items()},
+            "weight": weight,
+            "index": index,
+            "initial_state": initial_state,
+        },
+    )
     return Inputs(
         q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),
         q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
@@ -152,7 +162,9 @@ def _check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> tuple[int, int]:
     bounds = cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
     if bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} without falling, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T={tokens} without falling, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}"
+        )
     return sequences, max(lengths, default=0)
 
 

@@ -11,19 +11,26 @@ once. Matrices whose decay is too strong for exp(-G) take `scores.nested_scores`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated
 from posttrain.kernels.sse.plan import ChunkPlan, Select, build_plan
-from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, nested_scores, nested_scores_backward
+from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, decay_after, nested_scores, nested_scores_backward
 
 
 def run_chunked(x: Inputs) -> tuple[Tensor, Tensor]:
     """Runs checked GLA inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V]."""
     plan = build_plan(
-        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None, longest=x.longest
+        x.index,
+        x.cu_seqlens,
+        num_partitions=x.num_partitions,
+        chunk_size=x.chunk_size,
+        shared=x.q1 is not None,
+        longest=x.longest,
     )
     m = GridMap(x, plan)
     q, k, g, v = rows_on_grid(x, m)
@@ -62,28 +69,38 @@ def unsafe_matrices(safe: Tensor) -> Select | None:
     return bad if bad.numel() else None
 
 
-def chunk_products(q: Tensor, k: Tensor, g: Tensor, v: Tensor) -> dict[str, Tensor | Select | None]:
-    """Everything of a chunk that does not need its start state; q, k, g [B,C,K], v [B,C,V]. Shared with decoding.
+class Products(NamedTuple):
+    """What a chunk gives without its start state; B = chunks * heads.
 
-    Returns qs = q exp(G); ks = k exp(-G) and increment = d ks^T v (both replaced in the unsafe matrices); scores [B,C,C]; d [B,K];
-    the rest is for the backward pass.
+    qs = q exp(G), ks = k exp(-G), decay = exp(G), growth = exp(-G), each [B,C,K]; scores [B,C,C]; increment [B,K,V], what its
+    rows add to the state at its end. safe [B,C]: rows of the split form; unsafe: the matrices with other rows, whose scores
+    and increment are the nested form's; after: exp of their `decay_after`.
     """
+
+    qs: Tensor
+    ks: Tensor
+    decay: Tensor
+    growth: Tensor
+    scores: Tensor
+    increment: Tensor
+    safe: Tensor
+    unsafe: Select | None
+    after: Tensor | None
+
+
+def chunk_products(q: Tensor, k: Tensor, g: Tensor, v: Tensor) -> Products:
+    """q, k, g [B,C,K], v [B,C,V]; training and decoding share it."""
     qs, ks, decay, growth, safe = split_rows(q, k, g)
     scores = torch.bmm(qs, ks.transpose(1, 2)).tril_()
-    d = decay[:, -1]
-    increment = torch.bmm(ks.transpose(1, 2), v).mul_(d[..., None])
-    unsafe = unsafe_matrices(safe)
-    after = None
+    increment = torch.bmm(ks.transpose(1, 2), v).mul_(decay[:, -1, :, None])
+    unsafe, after = unsafe_matrices(safe), None
     if unsafe is not None:
-        nested, after = nested_scores(q[unsafe], k[unsafe], g[unsafe])
-        after = torch.exp(after)
-        scores[unsafe] = torch.where(safe[unsafe][..., None], scores[unsafe], nested)
+        ok = safe[unsafe]
+        scores[unsafe] = torch.where(ok[..., None], scores[unsafe], nested_scores(q[unsafe], k[unsafe], g[unsafe]))
+        after = torch.exp(decay_after(g[unsafe]))
         end = torch.bmm((k[unsafe] * after).transpose(1, 2), v[unsafe])
-        increment[unsafe] = torch.where(safe[unsafe][:, -1, None, None], increment[unsafe], end)
-    return {
-        "qs": qs, "ks": ks, "decay": decay, "growth": growth, "scores": scores, "d": d, "increment": increment,
-        "safe": safe, "unsafe": unsafe, "after": after,
-    }  # fmt: skip
+        increment[unsafe] = torch.where(ok[:, -1, None, None], increment[unsafe], end)
+    return Products(qs, ks, decay, growth, scores, increment, safe, unsafe, after)
 
 
 def scan(d: Tensor, increment: Tensor, initial: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
@@ -110,12 +127,12 @@ class _ChunkedGLA(torch.autograd.Function):
         flat = [a.flatten(0, 1) for a in (q, k, g, v)]
         p = chunk_products(*flat)
         grid = (*q.shape[:2], q.shape[-1], v.shape[-1])
-        boundary, final = scan(p["d"].view(grid[:3]), p["increment"].view(grid), initial, plan)
+        boundary, final = scan(p.decay[:, -1].view(grid[:3]), p.increment.view(grid), initial, plan)
         boundary = boundary.flatten(0, 1)
-        o = torch.bmm(p["scores"], flat[3])
-        o.baddbmm_(p["qs"], boundary)
-        ctx.plan, ctx.unsafe, ctx.shape = plan, p["unsafe"], grid
-        ctx.save_for_backward(*flat, p["qs"], p["ks"], p["decay"], p["growth"], p["scores"], p["safe"], p["after"], boundary, final)
+        o = torch.bmm(p.scores, flat[3])
+        o.baddbmm_(p.qs, boundary)
+        ctx.plan, ctx.unsafe, ctx.shape = plan, p.unsafe, grid
+        ctx.save_for_backward(*flat, p.qs, p.ks, p.decay, p.growth, p.scores, p.safe, p.after, boundary, final)
         return o.view(v.shape), final
 
     @staticmethod
@@ -145,7 +162,7 @@ class _ChunkedGLA(torch.autograd.Function):
 
 
 class _Nested:
-    """The backward pass of the matrices in the nested form. Takes its share out of `dscores` and `decayed`, which the split form reads.
+    """The backward pass of the nested form. Takes its share out of dscores and decayed, which the split form reads.
 
     A row's product with itself, and the last row's write into the end state, know no decay. They are added to dq and dk only
     after dG = q dq - k dk was made: under a strong decay their rounding would cover dG's tiny values.

@@ -22,7 +22,12 @@ from posttrain.kernels.sse.plan import ChunkPlan, build_plan
 def run_chunked_gdn(x: Inputs) -> tuple[Tensor, Tensor]:
     """Runs checked gated-delta inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V]."""
     plan = build_plan(
-        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=x.chunk_size, shared=x.q1 is not None, longest=x.longest
+        x.index,
+        x.cu_seqlens,
+        num_partitions=x.num_partitions,
+        chunk_size=x.chunk_size,
+        shared=x.q1 is not None,
+        longest=x.longest,
     )
     m = GridMap(x, plan)
     q, k, g, b, v = gdn_rows_on_grid(x, m)

@@ -34,7 +34,9 @@ class ChunkState:
         count: [slots, 1+N] int64, pending rows, below C.
     """
 
-    def __init__(self, boundary: Tensor, pending: dict[str, Tensor], total: Tensor, count: Tensor, transition: Transition) -> None:
+    def __init__(
+        self, boundary: Tensor, pending: dict[str, Tensor], total: Tensor, count: Tensor, transition: Transition
+    ) -> None:
         self.boundary, self.pending, self.total, self.count, self.transition = boundary, pending, total, count, transition
 
     @classmethod
@@ -51,7 +53,7 @@ class ChunkState:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> ChunkState:
-        """Zeroed pools. `dtype` is that of the pending rows; arithmetic and boundaries are fp32 (float64 with dtype float64).
+        """Zeroed pools, in fp32 whatever the model's `dtype` (float64 where that is float64).
 
         Raises:
             ValueError: a size below 1, or an unknown transition.
@@ -129,10 +131,10 @@ class ChunkState:
             a[slot] = exported[name].to(a.device, a.dtype)
 
     def _checked(self, slots: Sequence[int] | Tensor) -> Tensor:
-        slots = torch.as_tensor(slots, dtype=torch.int64, device=self.count.device).reshape(-1)
-        if slots.device.type == "cpu" and slots.numel() and not (0 <= int(slots.min()) and int(slots.max()) < self.num_slots):
-            raise ValueError(f"slots must lie in [0, {self.num_slots}), got {slots.tolist()}")
-        return slots
+        chosen = torch.as_tensor(slots, dtype=torch.int64, device=self.count.device).reshape(-1)
+        if chosen.device.type == "cpu" and not all(0 <= slot < self.num_slots for slot in chosen.tolist()):
+            raise ValueError(f"slots must lie in [0, {self.num_slots}), got {chosen.tolist()}")
+        return chosen
 
 
 @torch.no_grad()
@@ -211,9 +213,9 @@ def _extend_gla(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, 
     p = chunk_products(*(a.flatten(0, 1) for a in (q, k, g, v)))
     shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
     initial = state.boundary.flatten(0, 1).index_select(0, streams)
-    boundary, final = scan(p["d"].view(shape[:3]), p["increment"].view(shape), initial, plan)
-    o = torch.bmm(p["scores"], v.flatten(0, 1)).baddbmm_(p["qs"], boundary.flatten(0, 1))
-    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "ks": p["ks"].view(k.shape).transpose(2, 3)})
+    boundary, final = scan(p.decay[:, -1].view(shape[:3]), p.increment.view(shape), initial, plan)
+    o = torch.bmm(p.scores, v.flatten(0, 1)).baddbmm_(p.qs, boundary.flatten(0, 1))
+    _keep_unfinished(state, streams, plan, boundary, final, {**rows, "ks": p.ks.view(k.shape).transpose(2, 3)})
     return o.view(v.shape)
 
 
@@ -225,5 +227,3 @@ def _extend_gdn(x: Inputs, state: ChunkState, streams: Tensor, plan: ChunkPlan, 
     boundary, u, final = GDNScan.apply(d, kd, u0, w, state.boundary.flatten(0, 1).index_select(0, streams), plan)
     _keep_unfinished(state, streams, plan, boundary, final, {**rows, "u": u})
     return torch.matmul(qd, boundary) + torch.matmul(attention, u)
-
-

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.chunked_gdn import gdn_products
-from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, nested_scores
+from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, decay_after
 
 if TYPE_CHECKING:
     from posttrain.kernels.sse.decode import ChunkState
@@ -46,7 +46,9 @@ def one_token_gla(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
     full = (count == x.chunk_size - 1).nonzero()[:, 0]
     if full.numel():
         target = rows[full]
-        boundary[target] = fold_gla(boundary[target], *(pools[n][target] for n in ("k", "g", "v", "ks")), total[full])
+        boundary[target] = fold_gla(
+            boundary[target], pools["k"][target], pools["g"][target], pools["v"][target], pools["ks"][target], total[full]
+        )
         _clear(state, target)
     return o.view(slots.shape[0], -1, *v.shape[1:]).sum(1)
 
@@ -65,12 +67,11 @@ def _weighted_rows(pool: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
 
 def _strong_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """q [n,H,K] against its chunk k, g [n,H,C,K], each key decayed by the rows after it -> [n,H,C]."""
-    after = g.flip(2).cumsum(2).flip(2) - g
-    return torch.einsum("nhk,nhck->nhc", q, k * torch.exp(after))
+    return torch.einsum("nhk,nhck->nhc", q, k * torch.exp(decay_after(g)))
 
 
 def fold_gla(start: Tensor, k: Tensor, g: Tensor, v: Tensor, ks: Tensor, total: Tensor) -> Tensor:
-    """The state after a full chunk, as `chunked.scan` computes it: start [n,H,K,V], rows [n,H,C,.], ks [n,H,K,C], total [n,H,K]."""
+    """The state after a full chunk, as `chunked.scan` has it: start [n,H,K,V], rows [n,H,C,.], ks [n,H,K,C], total [n,H,K]."""
     d = torch.exp(total)
     flat_v = v.flatten(0, 1)
     rows = ks.flatten(0, 1).transpose(1, 2).contiguous()  # the layout that the trainer's product reads, for its bits
@@ -78,8 +79,7 @@ def fold_gla(start: Tensor, k: Tensor, g: Tensor, v: Tensor, ks: Tensor, total: 
     strong = (total.flatten(0, 1).amin(-1) < -SPLIT_LIMIT).nonzero()[:, 0]
     if strong.numel():
         flat_k, flat_g = k.flatten(0, 1)[strong], g.flatten(0, 1)[strong]
-        _, after = nested_scores(flat_k, flat_k, flat_g)
-        increment[strong] = torch.bmm((flat_k * torch.exp(after)).transpose(1, 2), flat_v[strong])
+        increment[strong] = torch.bmm((flat_k * torch.exp(decay_after(flat_g))).transpose(1, 2), flat_v[strong])
     return start * d[..., None] + increment.view(start.shape)
 
 
@@ -99,7 +99,9 @@ def one_token_gdn(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
     pending_g = pools["g"].index_select(0, rows).double()
     decay = torch.exp(sums[..., None] - pending_g.cumsum(-1)).to(x.dtype).flatten(0, 1)[:, None]
     asked = torch.stack([k, q], dim=2).flatten(0, 1)
-    found = torch.bmm(asked, boundary.index_select(0, rows).flatten(0, 1)).mul_(torch.exp(sums).to(x.dtype).flatten()[:, None, None])
+    found = torch.bmm(asked, boundary.index_select(0, rows).flatten(0, 1)).mul_(
+        torch.exp(sums).to(x.dtype).flatten()[:, None, None]
+    )
     scores = torch.bmm(asked, pools["k"].index_select(0, rows).flatten(0, 1).transpose(1, 2)).mul_(decay)
     found = found.baddbmm_(scores, pools["u"].index_select(0, rows).flatten(0, 1)).view(*k.shape[:2], 2, -1)
     u = b[..., None] * (v - found[:, :, 0])
@@ -110,7 +112,9 @@ def one_token_gdn(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
     full = (count == x.chunk_size - 1).nonzero()[:, 0]
     if full.numel():
         target = rows[full]
-        boundary[target] = fold_gdn(boundary[target], *(pools[n][target] for n in ("k", "g", "b", "v")))
+        boundary[target] = fold_gdn(
+            boundary[target], pools["k"][target], pools["g"][target], pools["b"][target], pools["v"][target]
+        )
         _clear(state, target)
     return o.view(slots.shape[0], -1, *v.shape[1:]).sum(1)
 

@@ -49,7 +49,7 @@ class GridMap:
     def source(self, *, per_route: bool, value_once: bool) -> Tensor:
         """Flat [NC*H*C] indices into the rows of cat([first, second, zero row]) x heads.
 
-        per_route: `second` has a row a (token, route), else a row a token; value_once: `first` is absent and shared rows read `second`.
+        per_route: `second` has a row a (token, route), else a row a token; value_once: without `first`, all rows read `second`.
         """
         key = (per_route, value_once)
         if key not in self._sources:

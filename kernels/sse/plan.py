@@ -11,6 +11,7 @@ by stream, and a stream that has ended keeps visiting one all-padding chunk at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ class ChunkPlan:
     chunk_size: int
     rows: Tensor
     place: Tensor
-    steps: list[tuple[Select, Select]]
+    steps: Sequence[tuple[Select, Select]]
     order: Tensor
     rank: Tensor
     counts: Tensor
@@ -65,7 +66,7 @@ def build_plan(
         pending: [S * (1+N)] rows that each stream already has in its unfinished chunk (decoding), all below C.
         exact: size the grid by what is there (reads values back); by default on the CPU only.
     """
-    tokens, routes = index.shape
+    tokens = index.shape[0]
     sequences, streams_each = cu_seqlens.shape[0] - 1, 1 + num_partitions
     device, streams = index.device, sequences * streams_each
     token = torch.arange(tokens, device=device)
@@ -75,9 +76,9 @@ def build_plan(
     if shared:
         stream = torch.cat([base, stream])
     rows = stream.shape[0]
-    counts = torch.zeros(streams, dtype=torch.int64, device=device).index_add_(0, stream, torch.ones_like(stream))
     by_stream = torch.sort(stream, stable=True)
-    starts = counts.cumsum(0) - counts
+    bounds = torch.searchsorted(by_stream.values, torch.arange(streams + 1, device=device))
+    starts, counts = bounds[:-1], bounds.diff()
     if pending is not None:
         starts = starts - pending
         counts = torch.where(counts > 0, counts + pending, 0)
@@ -96,10 +97,9 @@ def build_plan(
         num_chunks = min(rows, (rows + streams * held) // chunk_size + streams) + 1
         order = rank = torch.arange(streams, device=device)
         offsets = chunks.cumsum(0) - chunks
-        last = num_chunks - 1
-        steps = [
-            (torch.where(chunks > c, offsets + c, last), slice(None)) for c in range((longest + held + chunk_size - 1) // chunk_size)
-        ]
+        ordinals = torch.arange((longest + held + chunk_size - 1) // chunk_size, device=device)[:, None]
+        visited = torch.where(chunks > ordinals, offsets + ordinals, num_chunks - 1)
+        steps = [(chunk, slice(None)) for chunk in visited]
         chunk = offsets[stream] + ordinal
     place = chunk * chunk_size + within
     grid = torch.full((num_chunks * chunk_size,), rows, dtype=torch.int64, device=device)

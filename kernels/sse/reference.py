@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +18,7 @@ def run_reference(x: Inputs) -> tuple[Tensor, Tensor]:
         o [T, H, V] in v's dtype, final_state [S, 1+N, H, K, V] in fp32 (float64 for float64 inputs).
     """
     dtype = torch.float64 if x.v.dtype == torch.float64 else torch.float32
-    step = _gdn_step if x.is_gdn else _gla_step
+    step: Callable[..., tuple[Tensor, Tensor]] = _gdn_step if x.is_gdn else _gla_step
     bounds, routes = x.cu_seqlens.tolist(), x.index.tolist()
     outputs, finals = [], []
     for s in range(len(bounds) - 1):
@@ -24,7 +27,7 @@ def run_reference(x: Inputs) -> tuple[Tensor, Tensor]:
             out = torch.zeros(x.v.shape[1:], dtype=dtype, device=x.v.device)
             if x.q1 is not None:
                 one = torch.ones((), dtype=dtype, device=x.v.device)
-                row = [None if a is None else a[t].to(dtype) for a in (x.q1, x.k1, x.g1, x.b1, x.v)]
+                row: list[Any] = [None if a is None else a[t].to(dtype) for a in (x.q1, x.k1, x.g1, x.b1, x.v)]
                 state[0], read = step(state[0], *row, write=one)
                 out = out + read
             for r, partition in enumerate(routes[t]):

@@ -20,17 +20,20 @@ SPLIT_LIMIT = 40.0
 SPLIT_GROWTH = math.exp(SPLIT_LIMIT)
 
 
-def nested_scores(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k, g [B, C, K] -> scores [B, C, C] (zero above the diagonal), after [B, C, K]: the decay after each row to the chunk's end."""
+def decay_after(g: Tensor) -> Tensor:
+    """g [..., C, K] -> the decay of the rows after each one, up to the chunk's end (never positive, summed in float64)."""
+    wide = g.double()
+    return (wide.flip(-2).cumsum(-2).flip(-2) - wide).to(g.dtype)
+
+
+def nested_scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """q, k, g [B, C, K] -> scores [B, C, C], zero above the diagonal."""
     size = q.shape[1]
-    scores = torch.diag_embed((q * k).sum(-1))
-    scores = _pad_square(scores)
-    after = None
-    for q_upper, k_lower, cut, after in _levels(q, k, g):
+    scores = _pad_square(torch.diag_embed((q * k).sum(-1)))
+    for q_upper, k_lower, cut in _levels(q, k, g):
         block = (q_upper[0] * torch.exp(q_upper[1])) @ (k_lower[0] * torch.exp(k_lower[1])).transpose(-1, -2)
         cut(scores).copy_(block)
-    after = torch.zeros_like(g) if after is None else after[:, :size]
-    return scores[:, :size, :size], after
+    return scores[:, :size, :size]
 
 
 def nested_scores_backward(q: Tensor, k: Tensor, g: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +45,7 @@ def nested_scores_backward(q: Tensor, k: Tensor, g: Tensor, grad: Tensor) -> tup
     padded = _pad_square(grad)
     dq = _pad_rows(torch.zeros_like(q))
     dk = torch.zeros_like(dq)
-    for q_upper, k_lower, cut, _ in _levels(q, k, g):
+    for q_upper, k_lower, cut in _levels(q, k, g):
         block = cut(padded).to(dtype)
         decay_q, decay_k = torch.exp(q_upper[1]), torch.exp(k_lower[1])
         half = q_upper[0].shape[2]
@@ -65,8 +68,8 @@ def _pad_square(a: Tensor) -> Tensor:
 
 
 def _levels(q: Tensor, k: Tensor, g: Tensor):
-    """Yields, for half = 1, 2, 4, ...: (q rows, decay from the cut to the row) and (k rows, decay from the row to the cut) of every block,
-    each [B, blocks, half, K]; a function that views the blocks of a [B, C, C] matrix; and the decay after each row in its block.
+    """Yields, for half = 1, 2, 4, ...: (q rows, decay from the cut to the row) and (k rows, decay from the row to the cut) of
+    every block, each [B, blocks, half, K], and a function that views the blocks [B, blocks, half, half] of a [B, C, C] matrix.
 
     Sums of decays are accumulated inside a block, so that a strong decay elsewhere costs no precision here.
     """
@@ -84,16 +87,7 @@ def _levels(q: Tensor, k: Tensor, g: Tensor):
 
         upper, lower = (q.view(shape)[:, :, 1], u[:, :, 1]), (k.view(shape)[:, :, 0], a[:, :, 0])
         below, above = u[:, :, 1, -1:].clone(), u[:, :, 0, -1:].clone()
-        yield upper, lower, cut, _joined(after, below, shape)
+        yield upper, lower, cut
         u[:, :, 1] += above
         a[:, :, 0] += below
         half *= 2
-
-
-def _joined(after: Tensor, below: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`after` as the next level will have it; only the last level's is used."""
-    if shape[1] > 1:
-        return after
-    joined = after.clone()
-    joined.view(shape)[:, :, 0] += below
-    return joined

@@ -1,8 +1,7 @@
 """Configuration of the SSE-H family: pure SSE, hybrids, and the Transformer baseline, by `layer_types`."""
 
-from __future__ import annotations
-
-from typing import Any
+# No `from __future__ import annotations` here: transformers' validation reads the fields' types and skips types that are strings.
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -35,7 +34,7 @@ class SSEHConfig(PreTrainedConfig):
     """
 
     model_type = "sse_h"
-    keys_to_ignore_at_inference = ["past_key_values", "router_indices", "balance_loss"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "router_indices", "balance_loss"]
 
     vocab_size: int = DEFAULTS["vocab_size"]
     hidden_size: int = DEFAULTS["hidden_size"]
@@ -61,10 +60,10 @@ class SSEHConfig(PreTrainedConfig):
     qk_norm: bool = DEFAULTS["qk_norm"]
     sliding_window: int | None = DEFAULTS["sliding_window"]
     rope_theta: float | int = DEFAULTS["rope_theta"]
-    rms_norm_eps: float = DEFAULTS["rms_norm_eps"]
+    rms_norm_eps: float | int = DEFAULTS["rms_norm_eps"]
     tie_word_embeddings: bool = DEFAULTS["tie_word_embeddings"]
     max_position_embeddings: int = DEFAULTS["max_position_embeddings"]
-    initializer_range: float = DEFAULTS["initializer_range"]
+    initializer_range: float | int = DEFAULTS["initializer_range"]
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

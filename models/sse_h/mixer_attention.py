@@ -172,7 +172,7 @@ class AttentionMixer(nn.Module):
         the end add exact zeros, and products of at most two query rows take a path whose sums run in order of the rows.
         """
         group = self.heads // self.kv_heads
-        keys, values, mask = pool.view(slots, lengths, self.window)  # [S, H_kv, L, D] twice, [S, L]
+        keys, values, mask = pool.view(slots, lengths)  # [S, H_kv, L, D] twice, [S, L]
         count, _, longest, dim = keys.shape
         flat_keys, flat_values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
         scaled = (q * dim**-0.5).view(count * self.kv_heads, group, dim)

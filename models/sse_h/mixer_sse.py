@@ -35,8 +35,8 @@ class MixerOutput:
     index: Tensor
 
 
-def low_rank(inputs: int, rank: int, outputs: int, *, bias: bool = False) -> nn.Sequential:
-    return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias))
+def low_rank(inputs: int, rank: int, outputs: int, *, bias: bool = False, zero_init: bool = False) -> nn.Sequential:
+    return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias, zero_init=zero_init))
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class SSEMixerBase(nn.Module):
         self.k_proj = Linear(hidden, width, bias=False)
         self.v_proj = Linear(hidden, width, bias=False)
         if self.projections == "adapter":
-            self.lora_q_proj = low_rank(hidden, config.adapter_rank, width)
-            self.lora_k_proj = low_rank(hidden, config.adapter_rank, width)
+            self.lora_q_proj = low_rank(hidden, config.adapter_rank, width, zero_init=True)
+            self.lora_k_proj = low_rank(hidden, config.adapter_rank, width, zero_init=True)
         elif self.projections == "partition":
             self.partition_q_proj = Linear(hidden, self.partitions * width, bias=False)
             self.partition_k_proj = Linear(hidden, self.partitions * width, bias=False)
@@ -155,12 +155,6 @@ class SSEMixerBase(nn.Module):
     ) -> Tensor:
         raise NotImplementedError
 
-    def init_extra(self, init: Any) -> None:
-        """Initial values that differ from a plain normal; `init` is transformers' module, which spares loaded parameters."""
-        if self.projections == "adapter":
-            init.zeros_(self.lora_q_proj[1].weight)
-            init.zeros_(self.lora_k_proj[1].weight)
-
 
 class SSEMixer(SSEMixerBase):
     """GLA transition: a log decay a key channel, from a low-rank gate a partition kind."""
@@ -214,9 +208,9 @@ class SSEGDNMixer(SSEMixerBase):
             return sse_gdn_extend(*shared, q2, k2, g2, b2, v, weight, index, **common)
         return sse_gdn(*shared, q2, k2, g2, b2, v, weight, index, chunk_size=self.chunk_size, **common)[0]
 
-    def init_extra(self, init: Any) -> None:
-        """Mamba-2's ranges: A in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]."""
-        super().init_extra(init)
+    def init_gates(self, init: Any) -> None:
+        """Mamba-2's ranges: A in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]. `init` is transformers' module, which
+        spares loaded parameters."""
         init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(1, 16).log())
         dt = torch.exp(torch.rand_like(self.dt_bias) * math.log(100) + math.log(0.001))
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))

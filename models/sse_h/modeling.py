@@ -11,7 +11,7 @@ positions restart at each sequence, and on CPU a sequence gets bitwise the numbe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from posttrain.models.packing import Packing, Part, make_packing, make_parts
 from posttrain.models.sizes import SSE_LAYER_TYPES
 from posttrain.models.sse_h.configuration import SSEHConfig
 from posttrain.models.sse_h.mixer_attention import AttentionMixer, RotaryTable
-from posttrain.models.sse_h.mixer_sse import SSEMixerBase, make_sse_mixer
+from posttrain.models.sse_h.mixer_sse import SSEGDNMixer, make_sse_mixer
 
 
 @dataclass
@@ -86,9 +86,7 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, step: Step, router_index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, x: Tensor, step: Step, router_index: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [T, hidden] -> (x [T, hidden], balance loss or None, partitions [T, R] or None)."""
         h = self.input_layernorm(x)
         state = step.cache.states[self.layer_idx] if step.cache is not None else None
@@ -113,16 +111,20 @@ class SSEHPreTrainedModel(PreTrainedModel):
     config_class = SSEHConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["SSEHDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _no_split_modules: ClassVar[list[str]] = ["SSEHDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _supports_sdpa = True
     # Recurrent state cannot be cropped, which assisted generation would need.
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:
+        # transformers visits no module outside its own package that has no parameter of its own, so a Linear cannot be left to
+        # the module around it.
         super()._init_weights(module)
-        if isinstance(module, SSEMixerBase):
-            module.init_extra(init)
+        if isinstance(module, Linear) and module.zero_init:
+            init.zeros_(module.weight)
+        elif isinstance(module, SSEGDNMixer):
+            module.init_gates(init)
 
 
 class SSEHModel(SSEHPreTrainedModel):
@@ -155,10 +157,11 @@ class SSEHModel(SSEHPreTrainedModel):
         packing: Packing | None = None,
         **unused: Any,
     ) -> SSEHModelOutput:
-        """See the module's text. Keyword arguments of flash attention (cu_seq_lens_k, max_length_q, ...) are accepted and ignored.
+        """See the module's text. Arguments of flash attention (cu_seq_lens_k, max_length_q, ...) are accepted and ignored.
 
         Args:
-            position_ids: used only for [1, T] input without `cu_seq_lens_q`, mask and cache: a sequence starts where they restart.
+            position_ids: used only for [1, T] input without `cu_seq_lens_q`, mask and cache: they restart where a sequence
+                starts.
             use_cache: True makes a SlotCache with a slot a row where none is given. Off by default, unlike in transformers: the
                 decode path has no gradients.
             router_indices: [SSE layers, T, R] over the packed real tokens: replayed instead of the router's choice.
@@ -268,11 +271,13 @@ class SSEHModel(SSEHPreTrainedModel):
     def _check_router_indices(self, given: Tensor | None, tokens: int) -> None:
         want = (len(self.config.sse_layers), tokens, self.config.num_selected)
         if given is not None and tuple(given.shape) != want:
-            raise ValueError(f"router_indices must be [SSE layers, packed tokens, selected] = {list(want)}, got {list(given.shape)}")
+            raise ValueError(
+                f"router_indices must be [SSE layers, packed tokens, selected] = {list(want)}, got {list(given.shape)}"
+            )
 
 
 class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: SSEHConfig) -> None:
         super().__init__(config)

@@ -82,6 +82,9 @@ class ArithmeticConfig(Section):
     allow_negative: bool = False
     """Whether intermediate results may be below zero (never in word problems)."""
 
+    teacher_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps in `solution` that come out wrong, as in the traces of an unverified teacher; `answer` stays right."""
+
     @model_validator(mode="after")
     def _possible(self) -> ArithmeticConfig:
         if self.min_operations > self.max_operations:

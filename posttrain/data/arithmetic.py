@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ class Difficulty:
         bracket_fraction, word_fraction: share of the problems with brackets, and in words; the rest are flat expressions.
             A problem of one operation has no brackets: it is drawn flat instead.
         allow_negative: whether intermediate results may be below zero (word problems never are).
+        teacher_error_rate: share of the reductions in `solution` that come out wrong and are carried on from there, as in the
+            traces of a teacher that nobody verified. `answer` is right whatever the solution says.
     """
 
     min_operations: int = 2
@@ -63,6 +66,7 @@ class Difficulty:
     bracket_fraction: float = 0.3
     word_fraction: float = 0.2
     allow_negative: bool = False
+    teacher_error_rate: float = 0.0
 
     def __post_init__(self) -> None:
         checks = (
@@ -73,6 +77,7 @@ class Difficulty:
             ("max_value", self.max_value >= self.max_operand, f"at least max_operand ({self.max_operand})"),
             ("operators", bool(self.operators) and set(self.operators) <= set(PRECEDENCE), "one or more of + - * /"),
             ("bracket_fraction", 0 <= self.bracket_fraction <= 1, "in [0, 1]"),
+            ("teacher_error_rate", 0 <= self.teacher_error_rate <= 1, "in [0, 1]"),
             ("word_fraction", 0 <= self.word_fraction <= 1 - self.bracket_fraction + 1e-9, "in [0, 1 - bracket_fraction]"),
         )
         for name, ok, allowed in checks:
@@ -130,13 +135,15 @@ def generate(n: int, seed: int = 0, split: Split = "train", difficulty: Any = No
         problem, _, tree, kind = drawn
         seen.add(problem)
         steps: list[str] = []
-        answer = evaluate(tree, steps)
+        # Slips have their own random numbers: the problems are the same whatever the teacher's error rate.
+        slips = random.Random(f"posttrain-arithmetic-slips:{seed}:{problem}")
+        written = evaluate(tree, steps, slip=lambda value: _slip(value, slips, hard.teacher_error_rate))
         rows.append(
             {
                 "id": f"arithmetic-{split}-{seed}-{len(rows):06d}",
                 "problem": problem,
-                "answer": str(answer),
-                "solution": "\n".join([*steps, f"\\boxed{{{answer}}}"]),
+                "answer": str(evaluate(tree)),
+                "solution": "\n".join([*steps, f"\\boxed{{{written}}}"]),
                 "source": "arithmetic",
                 "level": len(steps),
                 "kind": kind,
@@ -151,16 +158,24 @@ def split_of(canonical: str) -> Split:
     return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
 
 
-def evaluate(tree: Tree, steps: list[str] | None = None) -> int:
-    """Value of a tree; appends one line a reduction to `steps`, innermost and leftmost first."""
+def evaluate(tree: Tree, steps: list[str] | None = None, slip: Callable[[int], int] = int) -> int:
+    """Value of a tree; appends one line a reduction to `steps`, innermost and leftmost first; `slip` maps each result to the one written."""
     if isinstance(tree, int):
         return tree
     operator, left, right = tree
-    a, b = evaluate(left, steps), evaluate(right, steps)
-    value = _apply(operator, a, b)
+    a, b = evaluate(left, steps, slip), evaluate(right, steps, slip)
+    value = slip(_apply(operator, a, b))
     if steps is not None:
         steps.append(f"{_number(a)}{operator}{_number(b)}={value}")
     return value
+
+
+def _slip(value: int, rng: random.Random, rate: float) -> int:
+    """The value, or with probability `rate` a neighbour that a careless reckoner would write: off by one, two or ten."""
+    if rng.random() >= rate:
+        return value
+    slipped = value + rng.choice((-10, -2, -1, 1, 2, 10))
+    return slipped if slipped >= 0 or value < 0 else value + 1
 
 
 def render(tree: Tree) -> str:
@@ -185,7 +200,9 @@ def _apply(operator: str, a: int, b: int) -> int:
         return a + b
     if operator == "-":
         return a - b
-    return a * b if operator == "*" else a // b
+    if operator == "/":
+        return a // b if b else 0  # a divisor that slipped to zero
+    return a * b
 
 
 def _draw(rng: random.Random, hard: Difficulty) -> tuple[str, str, Tree, str] | None:

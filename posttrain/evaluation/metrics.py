@@ -1,6 +1,7 @@
 """Scores of repeated samples, as pure functions.
 
-A problem's result is `correct`: one bool a sample. All scores average over problems, so a problem with more samples weighs the same.
+A problem's result is `correct`: one bool a sample. All scores average over problems, so that a problem with more samples weighs
+the same.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
             for suite_name, problems in suites.items():
                 folder = Path(run_path) / "eval" / _folder_name(model_name) / suite_name
 
-                def progress(finished: int, model_name: str = model_name, suite_name: str = suite_name, before: int = done) -> None:
+                def progress(
+                    finished: int, model_name: str = model_name, suite_name: str = suite_name, before: int = done
+                ) -> None:
                     context.report(before + finished, total, note=f"{model_name} on {suite_name}")
                     if context.stop_requested():
                         raise StageStopped(f"evaluation of {model_name} on {suite_name} stopped after {finished} problems")
@@ -76,12 +78,16 @@ def find_checkpoints(config: EvalConfig, run_path: Path) -> dict[str, str]:
     existing = {name: str(run_path / folder) for name, folder in STAGE_FOLDERS.items() if (run_path / folder).is_dir()}
     if not config.models:
         if not existing:
-            raise CheckpointError(f"{run_path}: no stage has made a model yet; run sft or grpo first, or name a checkpoint (model=PATH)")
+            raise CheckpointError(
+                f"{run_path}: no stage has made a model yet; run sft or grpo first, or name a checkpoint (model=PATH)"
+            )
         return existing
     found = {}
     for name in config.models:
         if name in STAGE_FOLDERS and name not in existing:
-            raise CheckpointError(f"eval.models names {name!r}, but {run_path / STAGE_FOLDERS[name]} does not exist; run that stage first")
+            raise CheckpointError(
+                f"eval.models names {name!r}, but {run_path / STAGE_FOLDERS[name]} does not exist; run that stage first"
+            )
         found[name] = existing.get(name, name)
     return found
 
@@ -96,7 +102,9 @@ class ModelSampler:
         from posttrain.models.loading import load_model
 
         self.recipe, self.checkpoint, self.pool = recipe, checkpoint, pool
-        model_config = recipe.model.model_copy(update={"path": checkpoint, "init": None, "tokenizer": recipe.model.tokenizer or checkpoint})
+        model_config = recipe.model.model_copy(
+            update={"path": checkpoint, "init": None, "tokenizer": recipe.model.tokenizer or checkpoint}
+        )
         if Path(checkpoint, "tokenizer_config.json").exists():
             model_config = model_config.model_copy(update={"tokenizer": checkpoint})
         self.tokenizer = load_tokenizer(model_config)

@@ -52,7 +52,7 @@ class SampleFile:
         write_text_atomically(path, json.dumps(settings, indent=2, sort_keys=True))
 
     def read(self, samples_each: int) -> dict[str, list[Sample]]:
-        """Finished problems: those with all their samples. Lines of unfinished ones, and a torn last line, are dropped from the file."""
+        """Problems with all their samples; lines of other problems, and a torn last line, are dropped from the file."""
         problems: dict[str, dict[int, Sample]] = {}
         if self.path.exists():
             lines = self.path.read_text(encoding="utf-8").split("\n")

@@ -12,7 +12,7 @@ Where this departs from plain TRL:
 - the balance loss of the routed layers enters as TRL's MoE auxiliary loss does, already multiplied by its coefficient;
 - the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats and skips nothing.
 
-    _prepare_inputs (TRL) -> _generate_and_score_completions (ours): rows -> requests -> completions -> rewards -> groups -> tensors
+    _prepare_inputs (TRL) -> _generate_and_score_completions (ours): rows -> completions -> rewards -> groups -> padded tensors
     compute_loss -> _compute_loss (TRL) -> _get_per_token_logps_and_entropies (ours): unpad -> pack -> forward -> put back
 """
 
@@ -123,8 +123,8 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         if rows % args.num_generations:
             raise ValueError(
                 f"one process generates {rows} completions at a time (per_device_train_batch_size "
-                f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}), which is no multiple of "
-                f"num_generations {args.num_generations}: a group must be whole on one process"
+                f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}), which is no multiple "
+                f"of num_generations {args.num_generations}: a group must be whole on one process"
             )
         if args.max_steps <= 0:
             raise ValueError(f"max_steps={args.max_steps}, but the learner needs a positive number of steps")

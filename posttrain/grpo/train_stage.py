@@ -78,9 +78,7 @@ def explained_rewards() -> Iterator[None]:
     try:
         yield
     except RewardError as error:
-        raise PosttrainError(
-            f"{error}; nothing of this step was trained, --resume continues once the reward is mended"
-        ) from error
+        raise PosttrainError(str(error)) from error
 
 
 def last_step(run: RunFolder) -> int | None:

@@ -70,7 +70,11 @@ def _thin(items: list[Any], most: int) -> list[Any]:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT // 2]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-MAX_TEXT // 2:]}"
+    return (
+        text
+        if len(text) <= MAX_TEXT
+        else f"{text[: MAX_TEXT // 2]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-MAX_TEXT // 2 :]}"
+    )
 
 
 def _rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -81,7 +85,9 @@ def _rollouts(folder: Path) -> list[dict[str, Any]]:
     for file in _thin(sorted(folder.glob("step-*.parquet")), MAX_ROLLOUT_STEPS):
         # A step's rows come group by group: the first ones are whole groups.
         for row in pq.read_table(file, columns=columns).slice(0, MAX_SAMPLES_PER_STEP).to_pylist():
-            samples.append(row | {"rewards": dict(row["rewards"] or []), **{k: _shorten(row[k] or "") for k in ("prompt", "completion")}})
+            samples.append(
+                row | {"rewards": dict(row["rewards"] or []), **{k: _shorten(row[k] or "") for k in ("prompt", "completion")}}
+            )
     return samples
 
 

@@ -1,4 +1,4 @@
-"""Fill the page with a run's data. The page has no network access and inserts every text as text, so that a completion cannot script it."""
+"""Fill the page with a run's data. The page fetches nothing and inserts every text as text: no completion can script it."""
 
 from __future__ import annotations
 

@@ -28,11 +28,13 @@ def generate_command(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     with _output(args.output) as out:
         import torch
+        import transformers
 
         from posttrain.data.tokenizer import eos_token_ids, load_tokenizer
         from posttrain.models.loading import load_model
         from posttrain.rollout import Generator
 
+        transformers.utils.logging.disable_progress_bar()
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, device=device)
         section = ModelConfig(path=args.model, tokenizer=args.tokenizer, trust_remote_code=args.trust_remote_code)

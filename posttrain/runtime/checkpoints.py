@@ -30,29 +30,29 @@ EXTRA_STATE = "posttrain_state.json"
 TORCH_FULL_DISK = ("PytorchStreamWriter failed", "unexpected pos")
 
 
-class AtomicCheckpoints:
-    """Mixin, to stand before a `transformers.Trainer`: atomic checkpoints with a JSON state of the subclass's own in them."""
+class AtomicCheckpoints(Trainer):
+    """Mixin, to stand before a trainer of TRL: atomic checkpoints with a JSON state of the subclass's own in them."""
 
     _filling: Path | None = None
 
-    def extra_state(self: Any) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """What else a resume needs (JSON). Override together with `load_extra_state`."""
         return {}
 
-    def load_extra_state(self: Any, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take back what `extra_state` gave."""
 
-    def restore_extra_state(self: Any, checkpoint: str | os.PathLike[str]) -> None:
+    def restore_extra_state(self, checkpoint: str | os.PathLike[str]) -> None:
         """Read the extra state of `checkpoint`; call it before `train(resume_from_checkpoint=checkpoint)`."""
         path = Path(checkpoint, EXTRA_STATE)
         if path.is_file():
             self.load_extra_state(json.loads(path.read_text()))
 
-    def _get_output_dir(self: Any, trial: Any) -> str:
+    def _get_output_dir(self, trial: Any) -> str:
         return str(self._filling or self.args.output_dir)
 
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        output = Path(self.args.output_dir)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
         with shared_atomic_directory(output / name, leader=self.args.should_save) as folder:
             self._filling = folder
@@ -75,7 +75,7 @@ class AtomicCheckpoints:
                 best_model_checkpoint=self.state.best_model_checkpoint,
             )
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights. The original reads config.json as a PreTrainedConfig first (to compare versions), and that class
         refuses layer types that transformers does not know; adapters, which have no config.json, still go through it.
 
@@ -88,7 +88,7 @@ class AtomicCheckpoints:
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def save_final(self: Any, path: Path) -> None:
+    def save_final(self, path: Path) -> None:
         """Save weights, configuration and tokenizer as the folder `path`. Every rank calls it, for ZeRO-3 gathers."""
         with shared_atomic_directory(path, leader=self.args.should_save) as folder:
             self.save_model(str(folder), _internal_call=True)
@@ -114,9 +114,8 @@ def load_weights(model: Any, folder: Path) -> None:
     if files:
         missing -= set(getattr(model, "all_tied_weights_keys", None) or {})
     if missing or unknown:
-        raise CheckpointError(
-            f"{folder}: weights missing: {', '.join(sorted(missing)[:3]) or 'none'}; unknown: {', '.join(sorted(unknown)[:3]) or 'none'}"
-        )
+        missing_names, unknown_names = (", ".join(sorted(names)[:3]) or "none" for names in (missing, unknown))
+        raise CheckpointError(f"{folder}: weights missing: {missing_names}; unknown: {unknown_names}")
 
 
 @contextlib.contextmanager
@@ -126,11 +125,9 @@ def shared_atomic_directory(path: Path, *, leader: bool) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full; what was there before is untouched.
     """
-    with atomic_directory(path) if leader else contextlib.nullcontext() as folder:
-        with _recognised_full_disk(path):
-            folder = _from_leader(folder)
-            yield folder
-            barrier()
+    with atomic_directory(path) if leader else contextlib.nullcontext() as folder, _recognised_full_disk(path):
+        yield _from_leader(folder)
+        barrier()
     barrier()
 
 

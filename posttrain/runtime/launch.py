@@ -55,7 +55,7 @@ class ActorHandle:
             "max_restarts": recipe.ray.max_failures,
             "max_task_retries": recipe.ray.max_failures,
         }
-        self._actor = ray.remote(**options)(StageActor).remote()
+        self._actor: Any = ray.remote(**options)(StageActor).remote()
         self._result = self._actor.run.remote(stage, recipe.model_dump(mode="json"), str(run_path), board, worker_threads(recipe))
 
     def wait(self, seconds: float) -> bool:
@@ -66,10 +66,11 @@ class ActorHandle:
 
     def error(self) -> BaseException | None:
         import ray
+        from ray.exceptions import RayError
 
         try:
             ray.get(self._result)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             return error
         return None
 
@@ -132,9 +133,7 @@ class SftHandle:
                 "board": board,
                 "threads": worker_threads(recipe),
             },
-            scaling_config=ScalingConfig(
-                num_workers=recipe.ray.num_workers, use_gpu=gpus > 0, resources_per_worker=resources
-            ),
+            scaling_config=ScalingConfig(num_workers=recipe.ray.num_workers, use_gpu=gpus > 0, resources_per_worker=resources),
             # No checkpoint is reported to Ray Train: those in the run folder are the truth, and every start looks there.
             run_config=RunConfig(
                 name="sft",
@@ -149,7 +148,7 @@ class SftHandle:
     def _fit(self) -> None:
         try:
             self._trainer.fit()
-        except Exception as error:  # handed to the driver's main thread by error()
+        except Exception as error:  # noqa: BLE001 - handed to the driver's main thread by error()
             self._error = error
 
     def wait(self, seconds: float) -> bool:

@@ -27,7 +27,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Report:
-    """The newest state of one stage. `step` of `total` units; `metrics` are shown behind the bar; `note` says what is going on."""
+    """The newest state of one stage: `step` of `total`; `metrics` are shown behind the bar, `note` says what is going on."""
 
     step: int = 0
     total: int = 0

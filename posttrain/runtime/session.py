@@ -23,6 +23,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # A process each, that a run on one machine has no use for.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # The head asks for a token by default and clients send none: one mode for both.
     "RAY_AUTH_MODE": "token",
 }

@@ -1,6 +1,6 @@
 """A recipe's stages in order: what `posttrain run`, `sft`, `grpo` and `eval` call.
 
-    open the run folder -> prepare (tokenizer, SFT rows, base/) -> Ray -> each unfinished stage behind its bar -> summary
+open the run folder -> prepare (tokenizer, SFT rows, base/) -> Ray -> each unfinished stage behind its bar -> summary
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import json
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from posttrain.config import Recipe
 from posttrain.errors import PosttrainError
 from posttrain.run_folder import RunFolder
 from posttrain.runtime.launch import POLL_SECONDS, StageHandle, launch
-from posttrain.runtime.progress import Bar, Outcome
+from posttrain.runtime.progress import Bar, Outcome, Report
 from posttrain.runtime.session import ray_session, start_board
 
 RAY_STAGES = ("sft", "grpo", "eval")
@@ -55,8 +56,9 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
 
         prepare(recipe, run, todo)
         with ray_session(recipe.ray):
+            board = start_board()
             for stage in todo:
-                stopped_by = run_stage(stage, recipe, run)
+                stopped_by = run_stage(stage, recipe, run, board)
                 if stopped_by is not None:
                     print(f"{stage} stopped; --resume continues", file=sys.stderr)
                     return EXIT_CODES[stopped_by]
@@ -71,8 +73,8 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
     return 0
 
 
-def run_stage(stage: str, recipe: Recipe, run: RunFolder) -> signal.Signals | None:
-    """Run one stage on Ray behind its bar, and mark it done.
+def run_stage(stage: str, recipe: Recipe, run: RunFolder, board: Any) -> signal.Signals | None:
+    """Run one stage on Ray behind its bar, and mark it done. `board` is the handle of a ProgressBoard.
 
     Returns:
         None when it is finished, else the signal that stopped it.
@@ -82,7 +84,6 @@ def run_stage(stage: str, recipe: Recipe, run: RunFolder) -> signal.Signals | No
     """
     import ray
 
-    board = start_board()
     bar = Bar(stage)
     handle = launch(stage, recipe, run.path.absolute(), board)
     with _signals() as received:
@@ -97,9 +98,8 @@ def run_stage(stage: str, recipe: Recipe, run: RunFolder) -> signal.Signals | No
                 ray.get(board.request_stop.remote())
                 print("\nstopping after this step; again: stop at once, the last checkpoint remains", file=sys.stderr)
     outcome = _outcome(stage, board, handle, killed=asked > 1, run_path=run.path)
-    report = ray.get(board.read.remote(stage))
+    report: Report = ray.get(board.read.remote(stage))  # pyright: ignore[reportAssignmentType]
     bar.close(report, outcome.kind)
-    ray.kill(board)
     if outcome.kind == "failed":
         error = StageFailedError(outcome.message)
         error.exit_code = outcome.exit_code
@@ -123,12 +123,10 @@ def _outcome(stage: str, board: Any, handle: StageHandle, *, killed: bool, run_p
         if outcome.kind == "failed" and outcome.exit_code == 1:
             return Outcome(kind="failed", message=f"{stage}: {outcome.message}\nthe traceback is in {log}", exit_code=1)
         return outcome
-    reason = str(error).strip().splitlines()[-1] if error is not None and str(error).strip() else "no reason given"
-    return Outcome(
-        kind="failed",
-        message=f"{stage}: its worker died, perhaps for lack of memory ({reason}). See {log}; --resume continues from the last checkpoint",
-        exit_code=1,
-    )
+    reason = textwrap.shorten(str(error).strip().split(". ")[0] or "no reason given", 200)
+    hint = f"See {log}; --resume continues from the last checkpoint"
+    message = f"{stage}: its worker died, perhaps for lack of memory ({reason}). {hint}"
+    return Outcome(kind="failed", message=message, exit_code=1)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """What every worker process does first, and how it talks to the driver.
 
-    context = setup(stage="grpo", run_path=path, board=handle, threads=2, seed=17)
-    with context.outcome():                    # tells the driver how the stage ended, and logs a failure with its traceback
-        train(recipe, run_path, context)
+context = setup(stage="grpo", run_path=path, board=handle, threads=2, seed=17)
+with context.outcome():                    # tells the driver how the stage ended, and logs a failure with its traceback
+    train(recipe, run_path, context)
 
-    context.report(step, total, loss=0.3)      # cheap: throttled, never waits
-    if context.stop_requested(): save; raise StageStopped
+context.report(step, total, loss=0.3)      # cheap: throttled, never waits
+if context.stop_requested(): save; raise StageStopped
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ QUIET_ENVIRONMENT = {
 logger = logging.getLogger(__name__)
 
 
-class StageStopped(Exception):  # noqa: N818 - an answer to Ctrl-C, not an error
-    """Raised by a stage that was asked to stop, after it saved what `--resume` needs."""
+class StageStopped(Exception):
+    """An answer to Ctrl-C, not an error: raised by a stage that was asked to stop, after it saved what `--resume` needs."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class WorkerContext:
         self._answer = self.board.report.remote(self.stage, step, total, metrics, note)
 
     def stop_requested(self) -> bool:
-        """Whether the user pressed Ctrl-C. Only rank 0 asks: distributed stages broadcast the answer, so that all stop together."""
+        """Whether the user pressed Ctrl-C. Rank 0 alone knows: distributed stages broadcast it, so that all stop together."""
         self._collect(wait=False)
         if self.board is not None and not self._stop and time.monotonic() - self._sent_at >= 2 * REPORT_SECONDS:
             # Nothing was reported for a while (a long step): ask.

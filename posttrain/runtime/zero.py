@@ -46,7 +46,8 @@ def trainer_arguments(config: DeepSpeedConfig | None, *, bf16: bool, cuda: bool)
         import deepspeed
     except ImportError:
         raise ConfigError(
-            "the recipe has a `deepspeed` section, but DeepSpeed is not installed: pip install deepspeed (without a GPU: DS_BUILD_OPS=0)"
+            "the recipe has a `deepspeed` section, but DeepSpeed is not installed: "
+            "pip install deepspeed (without a GPU: DS_BUILD_OPS=0 pip install deepspeed)"
         ) from None
     settings = deepspeed_settings(config, bf16=bf16)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

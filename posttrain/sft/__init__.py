@@ -1,7 +1,7 @@
 """Supervised fine-tuning: packed rows, TRL's SFTTrainer, exact resume.
 
-    prepare (driver)         rows of the recipe -> tokenised, packed -> data/sft/  (Arrow, memory-mapped)
-    train   (each rank)      data/sft/ + base/  -> sft/checkpoint-N -> sft/final
+prepare (driver)         rows of the recipe -> tokenised, packed -> data/sft/  (Arrow, memory-mapped)
+train   (each rank)      data/sft/ + base/  -> sft/checkpoint-N -> sft/final
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def load_rows(run: RunFolder) -> Dataset:
 
     path = run.path / "data" / "sft" / "rows.arrow"
     if not path.is_file():
-        raise DataError(f"{path} is missing: the rows are prepared before the stage starts; run the sft stage again with --resume")
+        raise DataError(f"{path} is missing: it is made before the stage starts; run the sft stage again with --resume")
     return Dataset.from_file(str(path))
 
 

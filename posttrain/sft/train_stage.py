@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from trl import SFTConfig
+from trl.trainer.sft_config import SFTConfig
 
 from posttrain.config import Recipe
 from posttrain.data.collate import collate
@@ -36,9 +36,9 @@ def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.stopped:
         raise StageStopped(f"SFT stopped after step {trainer.state.global_step}")
-    context.report(trainer.state.global_step, trainer.state.max_steps, note="saving", force=True, **callback.shown)
+    callback.report(trainer.state, note="saving")
     trainer.save_final(run.final_checkpoint("sft"))
-    context.report(trainer.state.global_step, trainer.state.max_steps, force=True, **callback.shown)
+    callback.report(trainer.state)
 
 
 def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> tuple[PackedSFTTrainer, RunFolderCallback]:

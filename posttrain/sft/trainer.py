@@ -82,16 +82,20 @@ class RunFolderCallback(TrainerCallback):
         self.stopped = False
         self._context = context
         self._append = append
-        self.shown: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
         self._last: tuple[float, int] | None = None
         self._logged_at = -1
 
+    def report(self, state: Any, note: str = "") -> None:
+        """Tell the driver at once where training is."""
+        self._context.report(state.global_step, state.max_steps, note=note, force=True, **self._shown)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._last = None
-        self._context.report(state.global_step, state.max_steps, force=True)
+        self.report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._context.report(state.global_step, state.max_steps, **self.shown)
+        self._context.report(state.global_step, state.max_steps, **self._shown)
         if state.global_step < state.max_steps and agreed(self._context.stop_requested()):
             self.stopped = True
             control.should_training_stop = True
@@ -111,7 +115,7 @@ class RunFolderCallback(TrainerCallback):
         self._last, self._logged_at = (now, tokens), state.global_step
         self._append(state.global_step, metrics)
         shown = {"loss": "loss", "accuracy": "accuracy", "tokens_per_second": "tokens/s"}
-        self.shown |= {label: metrics[name] for name, label in shown.items() if name in metrics}
+        self._shown |= {label: metrics[name] for name, label in shown.items() if name in metrics}
 
 
 def agreed(stop: bool) -> bool:

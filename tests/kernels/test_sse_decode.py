@@ -32,7 +32,12 @@ def extend(case: Case, tensors: dict, options: dict, state: ChunkState, slots: l
     cu_seqlens = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
     options = {n: a for n, a in options.items() if n != "chunk_size"} | {"cu_seqlens": cu_seqlens}
     o = operators(case)[1](
-        *[cut[n] for n in (*case.names, "weight", "index")], v2=cut["v2"], state=state, slots=torch.tensor(slots), **options, **extra
+        *[cut[n] for n in (*case.names, "weight", "index")],
+        v2=cut["v2"],
+        state=state,
+        slots=torch.tensor(slots),
+        **options,
+        **extra,
     )
     return rows, o
 

@@ -17,9 +17,7 @@ def run(case: Case, dtype: torch.dtype, backend: str, grads: bool = True) -> dic
     leaves = {n: a.requires_grad_() for n, a in tensors.items() if a is not None and a.is_floating_point()}
     positional = [tensors[n] for n in (*case.names, "weight", "index")]
     operator = sse if case.transition == "gla" else sse_gdn
-    o, final = operator(
-        *positional, v2=tensors["v2"], initial_state=tensors["initial_state"], backend=backend, **options
-    )
+    o, final = operator(*positional, v2=tensors["v2"], initial_state=tensors["initial_state"], backend=backend, **options)
     out = {"o": o, "final_state": final}
     if grads:
         draw = torch.Generator().manual_seed(1)
@@ -134,7 +132,9 @@ def test_gradcheck(transition):
 
     def f(*leaves):
         given = dict(zip(names, leaves, strict=True))
-        return operator(*[given[n] for n in (*case.names, "weight")], tensors["index"], initial_state=given["initial_state"], **options)
+        return operator(
+            *[given[n] for n in (*case.names, "weight")], tensors["index"], initial_state=given["initial_state"], **options
+        )
 
     assert torch.autograd.gradcheck(f, [tensors[n].requires_grad_() for n in names])
 

@@ -136,3 +136,19 @@ def test_render_brackets_only_where_needed():
     steps: list[str] = []
     assert evaluate(tree, steps) == 15
     assert steps == ["3+5=8", "8*2=16", "1+2=3", "4-3=1", "16-1=15"]
+
+
+def test_an_unverified_teacher_errs_at_its_rate_and_carries_on():
+    rows = generate(3000, 5, teacher_error_rate=0.2)
+    clean = generate(3000, 5)
+    assert [(row["problem"], row["answer"]) for row in rows] == [(row["problem"], row["answer"]) for row in clean]
+    wrong = total = 0
+    for row in rows:
+        *steps, boxed = row["solution"].split("\n")
+        for step in steps:
+            left, right = step.split("=")
+            total += 1
+            wrong += python_value(left) != int(right)
+        assert boxed == f"\\boxed{{{steps[-1].split('=')[1]}}}", "the box holds what the steps led to"
+    # 7,500 steps at 0.2: three standard deviations are 0.014
+    assert wrong / total == pytest.approx(0.2, abs=0.014)

@@ -3,14 +3,36 @@
 import json
 import re
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from posttrain.grpo.rollouts import write_rollouts
 from posttrain.report import write_report
 from posttrain.run_folder import RunFolder
 
 EVIL = "</script><script>alert(1)</script>"
+
+
+ROLLOUT = {
+    "step": 1,
+    "prompt": "1+1=?",
+    "completion": EVIL,
+    "answer": "2",
+    "reward": 1.0,
+    "rewards": {"accuracy": 1.0},
+    "correct": True,
+    "advantage": 0.5,
+    "length": 4,
+    "finish_reason": "stop",
+}
+EVAL_SAMPLE = {
+    "problem_id": "p1",
+    "problem": "2+2=?",
+    "text": "5",
+    "gold": "4",
+    "correct": False,
+    "length": 1,
+    "finish_reason": "stop",
+}
 
 
 def fill(path):
@@ -18,23 +40,10 @@ def fill(path):
     for step in range(30):
         run.append_metrics("sft", step, {"loss": 3.0 / (step + 1)})
         run.append_metrics("grpo", step, {"reward": step / 30, "kl": float("nan")})
-    rows = [
-        {
-            "step": 1, "prompt": "1+1=?", "completion": EVIL, "answer": "2", "reward": 1.0, "rewards": [("accuracy", 1.0)],
-            "correct": True, "advantage": 0.5, "length": 4, "finish_reason": "stop",
-        },
-    ]  # fmt: skip
-    (path / "rollouts").mkdir()
-    schema = pa.schema(
-        [("step", pa.int32()), ("prompt", pa.string()), ("completion", pa.string()), ("answer", pa.string()), ("reward", pa.float32()),
-         ("rewards", pa.map_(pa.string(), pa.float32())), ("correct", pa.bool_()), ("advantage", pa.float32()), ("length", pa.int32()),
-         ("finish_reason", pa.string())]
-    )  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path / "rollouts" / "step-000001.parquet")
+    write_rollouts(path / "rollouts", 1, [ROLLOUT])
     folder = path / "eval" / "base" / "toy"
     folder.mkdir(parents=True)
-    sample = {"problem_id": "p1", "problem": "2+2=?", "text": "5", "gold": "4", "correct": False, "length": 1, "finish_reason": "stop"}
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "samples.jsonl").write_text(json.dumps(EVAL_SAMPLE) + "\n")
 
 
 def embedded(page: str) -> dict:

@@ -95,6 +95,27 @@ def test_what_may_change(recipe, override: str) -> None:
         assert load_recipe(run.path / "config.yaml") == recipe(override)
 
 
+def test_a_finished_stage_is_not_made_longer(recipe) -> None:
+    with RunFolder.open(recipe(), resume=False) as run:
+        run.mark_done("sft")
+    with pytest.raises(RunFolderError, match="trainer.max_steps: None there, 9 now"):
+        RunFolder.open(recipe("trainer.max_steps=9"), resume=True)
+    RunFolder.open(recipe("grpo.max_steps=9"), resume=False).close()
+
+
+def test_a_changed_evaluation_runs_again(recipe) -> None:
+    with RunFolder.open(recipe(), resume=False) as run:
+        (run.stage_dir("eval") / "results.json").write_text("{}")
+        for stage in ("sft", "eval", "report"):
+            run.mark_done(stage)
+    with RunFolder.open(recipe("ray.num_cpus=2"), resume=False) as run:
+        assert run.stage_done("eval")
+    with RunFolder.open(
+        recipe("stages=[sft, eval]", "eval.samples=3", "eval.suites={a: {arithmetic: {}}}", "eval.max_tokens=9"), resume=False
+    ) as run:
+        assert [run.stage_done(stage) for stage in ("sft", "eval", "report")] == [True, False, False]
+
+
 def test_unfinished_stage_needs_resume(recipe) -> None:
     with RunFolder.open(recipe(), resume=False) as run:
         (run.stage_dir("sft") / "checkpoint-5").mkdir()

@@ -135,7 +135,9 @@ def test_stopped_and_resumed_equals_uninterrupted(straight, tmp_path):
     assert not (path / "sft" / "final").exists()
     train(made, path, context(path))
     assert losses(path) == losses(straight)
-    assert [r["tokens"] for r in RunFolder(path).read_metrics("sft")] == [r["tokens"] for r in RunFolder(straight).read_metrics("sft")]
+    assert [r["tokens"] for r in RunFolder(path).read_metrics("sft")] == [
+        r["tokens"] for r in RunFolder(straight).read_metrics("sft")
+    ]
     assert_same_bits(weights(path / "sft" / "final"), weights(straight / "sft" / "final"))
 
 
@@ -172,7 +174,7 @@ def first_gradients(path, made):
     def spy():
         optimizer = step()
         optimizer.register_step_pre_hook(
-            lambda *_: found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if not found.get(name) is not None})
+            lambda *_: found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
         )
         return optimizer
 
@@ -187,7 +189,12 @@ def test_accumulation_of_4_equals_a_batch_of_4(tmp_path):
     for name, rows, steps in (("batch", 4, 1), ("accumulated", 1, 4)):
         changes = {
             "init": {"balance_loss_coef": 0.0},
-            "trainer": {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "max_steps": 1, "save_strategy": "no"},
+            "trainer": {
+                "per_device_train_batch_size": rows,
+                "gradient_accumulation_steps": steps,
+                "max_steps": 1,
+                "save_strategy": "no",
+            },
         }
         grads, loss = first_gradients(tmp_path / name, start(tmp_path / name, **changes))
         gradients.append(grads)
@@ -224,14 +231,18 @@ def test_the_balance_loss_reaches_the_router(tmp_path):
     grads = {}
     for coefficient in (0.0, 1.0):
         path = tmp_path / str(coefficient)
-        made = start(path, init={"balance_loss_coef": coefficient}, trainer={"max_steps": 1, "save_strategy": "no", "max_grad_norm": 0})
+        made = start(
+            path, init={"balance_loss_coef": coefficient}, trainer={"max_steps": 1, "save_strategy": "no", "max_grad_norm": 0}
+        )
         grads[coefficient], _ = first_gradients(path, made)
     router = next(name for name in grads[0.0] if "e_proj" in name)
     assert not torch.allclose(grads[0.0][router], grads[1.0][router])
     assert torch.equal(grads[0.0]["lm_head.weight"], grads[1.0]["lm_head.weight"])
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")]
+)
 def test_a_full_disk_leaves_the_older_checkpoint(straight, tmp_path, monkeypatch, failure):
     path = tmp_path / "run"
     made = start(path)

@@ -1,0 +1,103 @@
+"""Sizes and checks, computed without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.models.cache import KVPool, SlotCache
+from posttrain.models.sizes import DEFAULTS, PAPER_SIZES, hybrid_layer_types, parameter_counts, resolve, state_bytes
+from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
+
+VOCABULARY = 151936
+
+
+def test_no_torch_at_import(root):
+    code = "import sys, posttrain.models.sizes; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@pytest.mark.parametrize(("size", "published"), [("600m", 300e6), ("2b", 1.3e9)])
+@pytest.mark.parametrize("family", ["sse", "sse-h", "transformer"])
+def test_paper_sizes_match_the_published_totals(family, size, published):
+    counts = parameter_counts({**PAPER_SIZES[f"{family}-{size}"], "vocab_size": VOCABULARY})
+    assert counts["body"] == pytest.approx(published, rel=0.06)
+
+
+def test_sse_h_has_three_softmax_layers_of_eighteen():
+    types = PAPER_SIZES["sse-h-2b"]["layer_types"]
+    assert [i for i, kind in enumerate(types) if kind == "full_attention"] == [5, 11, 17]
+
+
+CASES = [
+    {},
+    {"projections": "shared", "tie_word_embeddings": True},
+    {"projections": "partition", "use_output_gate": True},
+    {"shared_partition": False, "qk_norm": True, "num_key_value_heads": 2, "head_dim": 24},
+]
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_parameter_count_is_the_models(changes):
+    types = ["sse", "sse_gdn", "full_attention", "sliding_attention"]
+    fields = {
+        "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "layer_types": types,
+        "num_attention_heads": 4, "sliding_window": 8, **changes,
+    }  # fmt: skip
+    model = SSEHForCausalLM(SSEHConfig(**fields))
+    assert parameter_counts(fields)["total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_state_bytes_do_not_grow_with_length_but_kv_does():
+    sse, hybrid = PAPER_SIZES["sse-2b"], PAPER_SIZES["sse-h-2b"]
+    assert state_bytes(sse, 100)["total"] == state_bytes(sse, 100_000)["total"]
+    assert state_bytes(hybrid, 2000)["kv"] == 2 * state_bytes(hybrid, 1000)["kv"] == 3 * 2 * 2 * 2000 * 18 * 128
+    window = {**hybrid, "layer_types": hybrid_layer_types(18, attention="sliding_attention"), "sliding_window": 128}
+    assert state_bytes(window, 5000)["kv"] == state_bytes(window, 128)["kv"]
+
+
+@pytest.mark.parametrize("kind", ["sse", "sse_gdn", "full_attention", "sliding_attention"])
+def test_state_bytes_are_what_a_cache_holds(kind):
+    config = SSEHConfig(
+        vocab_size=60, hidden_size=64, num_hidden_layers=1, layer_types=[kind], num_attention_heads=4, sliding_window=50
+    )
+    cache = SlotCache(config, 2)
+    (state,) = cache.states
+    if isinstance(state, KVPool):
+        state.reserve(256)
+        held = (state.keys.nbytes + state.values.nbytes) // 2
+        # A ring of 64 rows still takes a whole step of capacity.
+        held = held // 2 if kind == "sliding_attention" else held
+    else:
+        held = state.nbytes_per_slot
+    assert cache.nbytes_per_sequence(256) == held == state_bytes(config.to_dict(), 256, element_size=4)["total"]
+
+
+def test_configuration_takes_its_defaults_from_here():
+    config = SSEHConfig()
+    assert {name: getattr(config, name) for name in DEFAULTS} == {name: resolve({})[name] for name in DEFAULTS}
+
+
+BAD = [
+    ({"layer_types": ["sse"]}, "layer_types has 1 entries"),
+    ({"layer_types": ["sse"] * 5 + ["softmax"]}, r"layer_types\[5\]='softmax', but it must be one of"),
+    ({"num_attention_heads": 7}, "not a multiple of num_attention_heads=7"),
+    ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+    ({"num_selected": 5}, "num_selected=5 exceeds num_partitions=4"),
+    ({"num_partitions": 0}, "num_partitions=0"),
+    ({"key_map": "relu"}, "key_map='relu'"),
+    ({"router_gate": "reed"}, "did you mean 'read'"),
+    ({"router_gate": "pre_norm"}, "sse_gdn layers only"),
+    ({"layer_types": ["sliding_attention"] * 6}, "sliding_window=None"),
+    ({"chunk_size": 1.5}, "chunk_size=1.5"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+    ({"qk_norm": "yes"}, "qk_norm='yes'"),
+    ({"balance_loss_coef": -1}, "balance_loss_coef=-1"),
+    ({"head_dim": 33}, "must be even"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_bad_fields_say_what_is_allowed(fields, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(fields)
