@@ -149,16 +149,17 @@ class SlotCache(Cache):
         # Columns of padded input that have passed, padding included: what transformers' generate() calls the length.
         self.columns = 0
         self.states: list[ChunkState | KVPool] = []
-        for kind in config.layer_types:
+        shape = config.shape
+        for kind in shape.layer_types:
             if kind in SSE_LAYER_TYPES:
                 state = ChunkState.allocate(
-                    num_slots, config.num_partitions, config.num_attention_heads, config.head_dim, config.head_dim,
+                    num_slots, config.num_partitions, config.num_attention_heads, shape.head_dim, shape.head_dim,
                     config.chunk_size, transition="gla" if kind == "sse" else "gdn", device=device, dtype=dtype,
                 )  # fmt: skip
             else:
                 window = config.sliding_window if kind == "sliding_attention" else None
                 state = KVPool(
-                    num_slots, config.num_key_value_heads, config.head_dim, window=window, device=device, dtype=dtype
+                    num_slots, shape.kv_heads, shape.head_dim, window=window, device=device, dtype=dtype
                 )  # fmt: skip
             self.states.append(state)
 

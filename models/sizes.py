@@ -177,7 +177,7 @@ def state_bytes(fields: Mapping[str, Any], length: int, *, element_size: int = 2
     """Bytes that one decoding sequence of `length` tokens keeps, `{"state", "kv", "total"}`.
 
     State, constant in the length, per partition and head: the fp32 boundary state, and the unfinished chunk's rows in fp32 (keys,
-    values, decays and what one-token steps reuse). KV: keys and values of the attention layers in elements of `element_size` bytes;
+    values, decays and what one-token steps reuse). KV: keys and values of the attention layers, `element_size` bytes each;
     sliding ones keep their window, rounded up to blocks of 64.
     """
     f = resolve(fields)

@@ -33,8 +33,8 @@ from typing import IO, Any, Self
 
 import yaml
 
-from posttrain.config import Recipe, dump_recipe
-from posttrain.errors import CheckpointError, RunFolderError
+from posttrain.config import Recipe, dump_recipe, recipe_from_dict
+from posttrain.errors import CheckpointError, ConfigError, RunFolderError
 
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
@@ -128,6 +128,9 @@ class RunFolder:
             old = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise RunFolderError(f"{path} is damaged ({error}); choose another folder with run_dir=PATH") from None
+        # An option newer than the folder takes its default there; a recipe that no longer parses is compared raw.
+        with contextlib.suppress(ConfigError):
+            old = recipe_from_dict(old).model_dump(mode="json")
         new = recipe.model_dump(mode="json")
         lengths = {f"{key}.{name}" for key, stage in FREE_UNTIL_DONE.items() if not self.stage_done(stage) for name in LENGTHS}
         differing = _differences(old, new, FREE_TO_CHANGE | lengths)

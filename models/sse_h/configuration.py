@@ -1,12 +1,23 @@
 """Configuration of the SSE-H family: pure SSE, hybrids, and the Transformer baseline, by `layer_types`."""
 
 # No `from __future__ import annotations` here: transformers' validation reads the fields' types and skips types that are strings.
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from posttrain.models.sizes import ATTENTION_LAYER_TYPES, DEFAULTS, SSE_LAYER_TYPES, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What follows from optional fields once they are filled in."""
+
+    layer_types: list[str]
+    kv_heads: int
+    head_dim: int
+    output_gate_rank: int
 
 
 @strict
@@ -80,6 +91,17 @@ class SSEHConfig(PreTrainedConfig):
     def validate_layer_type(self) -> None:
         """Replaces the base check, which allows only its own names; runs every check again after later assignments."""
         resolve({name: getattr(self, name) for name in DEFAULTS})
+
+    @property
+    def shape(self) -> Shape:
+        """The derived fields, none of them None."""
+        f = resolve({name: getattr(self, name) for name in DEFAULTS})
+        return Shape(
+            layer_types=f["layer_types"],
+            kv_heads=f["num_key_value_heads"],
+            head_dim=f["head_dim"],
+            output_gate_rank=f["output_gate_rank"],
+        )
 
     @property
     def sse_layers(self) -> list[int]:

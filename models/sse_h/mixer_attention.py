@@ -59,10 +59,9 @@ class AttentionMixer(nn.Module):
 
     def __init__(self, config: SSEHConfig, layer_idx: int) -> None:
         super().__init__()
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = config.head_dim
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        shape = config.shape
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, shape.kv_heads, shape.head_dim
+        sliding = shape.layer_types[layer_idx] == "sliding_attention"
         self.window: int | None = config.sliding_window if sliding else None
         hidden = config.hidden_size
         self.q_proj = Linear(hidden, self.heads * self.head_dim, bias=False)

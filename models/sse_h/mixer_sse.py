@@ -49,7 +49,7 @@ class SSEMixerBase(nn.Module):
 
     def __init__(self, config: SSEHConfig) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.heads, self.head_dim = config.num_attention_heads, config.shape.head_dim
         self.partitions, self.selected = config.num_partitions, config.num_selected
         self.chunk_size = config.chunk_size
         self.router_gate = config.router_gate
@@ -67,7 +67,7 @@ class SSEMixerBase(nn.Module):
             self.partition_k_proj = Linear(hidden, self.partitions * width, bias=False)
             self.partition_v_proj = Linear(hidden, self.partitions * width, bias=False)
         self.e_proj = Linear(hidden, self.partitions, bias=False)
-        self.g_proj = low_rank(hidden, config.output_gate_rank, width) if config.use_output_gate else None
+        self.g_proj = low_rank(hidden, config.shape.output_gate_rank, width) if config.use_output_gate else None
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = Linear(width, hidden, bias=False)
 
@@ -92,7 +92,12 @@ class SSEMixerBase(nn.Module):
         return MixerOutput(o=o, y=self.o_proj(y), balance_loss=balance, index=index)
 
     def _mix_parts(
-        self, x: Tensor, tensors: tuple[Tensor, ...], v2: Tensor | None, parts: Sequence[Part], state: ChunkState | None
+        self,
+        x: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        v2: Tensor | None,
+        parts: Sequence[Part],
+        state: ChunkState | None,
     ) -> Tensor:
         """The operator over each part -> o [T, H, V]."""
         o = None
@@ -105,7 +110,8 @@ class SSEMixerBase(nn.Module):
                 common["v2"] = v2 if rows is None else v2[rows]
             if rows is None:
                 return self._mix(x, *tensors, common)
-            done = self._mix(x[rows], *(a[rows] for a in tensors), common)
+            q1, k1, q2, k2, v, weight, index = (a[rows] for a in tensors)
+            done = self._mix(x[rows], q1, k1, q2, k2, v, weight, index, common)
             o = done.new_empty(x.shape[0], *done.shape[1:]) if o is None else o
             o[rows] = done
         assert o is not None, "a forward has at least one part"
@@ -153,6 +159,7 @@ class SSEMixerBase(nn.Module):
         index: Tensor,
         common: dict[str, Any],
     ) -> Tensor:
+        """Gates, then the operator with the keyword arguments `common`; tensors as in `posttrain.kernels.sse.sse`."""
         raise NotImplementedError
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.linear import Linear, RMSNorm, SwiGLU
@@ -79,7 +78,7 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: SSEHConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        kind = config.layer_types[layer_idx]
+        kind = config.shape.layer_types[layer_idx]
         self.routed = kind in SSE_LAYER_TYPES
         self.mixer: nn.Module = make_sse_mixer(config, kind) if self.routed else AttentionMixer(config, layer_idx)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
@@ -136,7 +135,7 @@ class SSEHModel(SSEHPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(SSEHDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryTable(config.head_dim, config.rope_theta)
+        self.rotary = RotaryTable(config.shape.head_dim, config.rope_theta)
         self.balance_loss: Tensor | None = None
         self.gradient_checkpointing = False
         self.post_init()
@@ -170,6 +169,7 @@ class SSEHModel(SSEHPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         source = input_ids if inputs_embeds is None else inputs_embeds
+        assert source is not None
         if packing is None:
             packing = self.make_packing(source, attention_mask, cu_seq_lens_q, position_ids, past_key_values)
         if use_cache and past_key_values is None:
@@ -177,11 +177,13 @@ class SSEHModel(SSEHPreTrainedModel):
                 self.config, len(packing.lengths), device=source.device, dtype=self.embed_tokens.weight.dtype
             )
         step = self._make_step(packing, past_key_values, source.device)
-        x = self.embed_tokens(packing.pack(input_ids)) if inputs_embeds is None else packing.pack(inputs_embeds)
+        x = packing.pack(source)
+        x = self.embed_tokens(x) if inputs_embeds is None else x
         self._check_router_indices(router_indices, x.shape[0])
         hidden, balances, indices = [], [], []
         routed = 0
         for layer in self.layers:
+            assert isinstance(layer, SSEHDecoderLayer)
             if output_hidden_states:
                 hidden.append(packing.unpack(x))
             given = None
@@ -195,7 +197,7 @@ class SSEHModel(SSEHPreTrainedModel):
                 indices.append(index)
         x = self.norm(x)
         if past_key_values is not None:
-            past_key_values.advance(step.slots, step.lengths)
+            past_key_values.advance(step.slots or [], step.lengths)
             past_key_values.columns += packing.shape[1] if cu_seq_lens_q is None else 0
         last = packing.unpack(x)
         if past_key_values is not None and packing.tokens is not None:
@@ -362,6 +364,10 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         shifted: Tensor | None,
         num_items: Tensor | int | None,
     ) -> Tensor:
-        targets = packing.pack(shifted) if shifted is not None else shift_labels(packing.pack(labels), packing.lengths)
+        if shifted is not None:
+            targets = packing.pack(shifted)
+        else:
+            assert labels is not None
+            targets = shift_labels(packing.pack(labels), packing.lengths)
         loss = chunked_cross_entropy(packing.pack(hidden), targets.to(hidden.device), self.lm_head, num_items=num_items)
         return loss if self.model.balance_loss is None else loss + self.model.balance_loss

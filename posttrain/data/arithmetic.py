@@ -17,6 +17,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from posttrain.errors import DataError
@@ -137,7 +138,7 @@ def generate(n: int, seed: int = 0, split: Split = "train", difficulty: Any = No
         steps: list[str] = []
         # Slips have their own random numbers: the problems are the same whatever the teacher's error rate.
         slips = random.Random(f"posttrain-arithmetic-slips:{seed}:{problem}")
-        written = evaluate(tree, steps, slip=lambda value: _slip(value, slips, hard.teacher_error_rate))
+        written = evaluate(tree, steps, partial(_slip, rng=slips, rate=hard.teacher_error_rate))
         rows.append(
             {
                 "id": f"arithmetic-{split}-{seed}-{len(rows):06d}",
@@ -159,7 +160,10 @@ def split_of(canonical: str) -> Split:
 
 
 def evaluate(tree: Tree, steps: list[str] | None = None, slip: Callable[[int], int] = int) -> int:
-    """Value of a tree; appends one line a reduction to `steps`, innermost and leftmost first; `slip` maps each result to the one written."""
+    """Value of a tree; appends one line a reduction to `steps`, innermost and leftmost first.
+
+    `slip` maps each result to the one that is written and carried on.
+    """
     if isinstance(tree, int):
         return tree
     operator, left, right = tree

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+Z_95 = 1.959964
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
@@ -56,19 +59,21 @@ class Interval:
     high: float
 
 
-def bootstrap_interval(
-    values: Sequence[float], *, seed: int = 0, draws: int = 2000, level: float = 0.95, statistic: Callable | None = None
-) -> Interval:
-    """Percentile bootstrap of the mean over problems (Efron and Tibshirani 1993, chapter 13).
+def bootstrap_interval(values: Sequence[float], *, seed: int = 0, draws: int = 2000) -> Interval:
+    """95% percentile bootstrap of the mean over problems (Efron and Tibshirani 1993, chapter 13).
 
-    The resampling is seeded, so the same values give the same interval. One value gives an interval of no width.
+    The resampling is seeded, so the same values give the same interval. Where every value is 0 or every value is 1, it is Wilson's.
     """
     if not values:
         raise ValueError("an interval needs at least one problem")
-    mean = statistic or (lambda xs: sum(xs) / len(xs))
+    mean = statistics.fmean(values)
+    if mean in (0.0, 1.0):
+        # Resampling equal values says that nothing is uncertain; Wilson's interval (1927) does not.
+        edge = Z_95**2 / (len(values) + Z_95**2)
+        return Interval(mean=mean, low=0.0 if mean == 0 else 1 - edge, high=edge if mean == 0 else 1.0)
     rng = random.Random(seed)
-    means = sorted(mean(rng.choices(values, k=len(values))) for _ in range(draws))
-    tail = (1 - level) / 2
+    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(draws))
+    tail = 0.025
     low = means[math.floor(tail * (draws - 1))]
     high = means[math.ceil((1 - tail) * (draws - 1))]
-    return Interval(mean=mean(values), low=low, high=high)
+    return Interval(mean=mean, low=low, high=high)

@@ -52,3 +52,11 @@ def test_interval_covers_the_normal_one():
 def test_interval_of_one_problem_has_no_width():
     got = bootstrap_interval([0.25])
     assert (got.mean, got.low, got.high) == (0.25, 0.25, 0.25)
+
+
+def test_all_wrong_is_still_uncertain():
+    got = bootstrap_interval([0.0] * 50)
+    # Wilson at 0 of 50: z^2 / (50 + z^2) = 3.8415 / 53.8415
+    assert (got.mean, got.low) == (0.0, 0.0)
+    assert got.high == pytest.approx(0.07135, abs=1e-4)
+    assert bootstrap_interval([1.0] * 50).low == pytest.approx(1 - 0.07135, abs=1e-4)

@@ -95,6 +95,13 @@ def test_what_may_change(recipe, override: str) -> None:
         assert load_recipe(run.path / "config.yaml") == recipe(override)
 
 
+def test_a_folder_from_before_an_option_existed(recipe) -> None:
+    with RunFolder.open(recipe(), resume=False) as run:
+        file = run.path / "config.yaml"
+        file.write_text("".join(line for line in file.read_text().splitlines(True) if "prompt_suffix" not in line))
+    RunFolder.open(recipe(), resume=False).close()
+
+
 def test_a_finished_stage_is_not_made_longer(recipe) -> None:
     with RunFolder.open(recipe(), resume=False) as run:
         run.mark_done("sft")
