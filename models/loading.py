@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.models.sizes import resolve
@@ -59,7 +60,9 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SSEHForCausalLM(config)
-    return model.to(device=device, dtype=parse_dtype(dtype)).eval()
+    # The plain method: transformers' own `to` hides its signature from type checkers.
+    nn.Module.to(model, device=torch.device(device), dtype=parse_dtype(dtype))
+    return model.eval()
 
 
 def load_model(
@@ -95,45 +98,24 @@ def load_model(
             f"{name} is a checkpoint of the family {config.model_type!r}, but this command needs 'sse_h'; convert it first"
         )
     try:
-        model, report = SSEHForCausalLM.from_pretrained(
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        loaded: Any = SSEHForCausalLM.from_pretrained(
             name,
             config=config,
             dtype="auto" if dtype is None else parse_dtype(dtype),
             use_safetensors=True,
             output_loading_info=True,
-            revision=revision,
+            **options,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{name}: its weights cannot be read ({error})") from error
+    model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
             found = sorted(str(key) for key in report[kind])
             raise CheckpointError(
                 f"{name}: {len(found)} {kind.replace('_', ' ')}, e.g. {', '.join(found[:3])}; it does not fit its config.json"
             )
-    return model.to(device).eval()
-
-
-def load_any_model(
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype | None = None,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """A causal language model of any family (a teacher, a baseline). SSE-H checkpoints go through `load_model`."""
-    folder = Path(path)
-    if folder.exists():
-        _check_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-        if isinstance(config, SSEHConfig):
-            return load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, device=device)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype="auto" if dtype is None else parse_dtype(dtype), trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{path}: cannot be loaded ({error})") from error
     return model.to(device).eval()
 
 

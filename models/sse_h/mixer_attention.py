@@ -7,6 +7,7 @@ One-token decode: one batched product over all sequences, with the key/value row
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,11 @@ from posttrain.models.sse_h.configuration import SSEHConfig
 
 try:
     from torch.nn.attention.varlen import varlen_attn
+
+    # Its first version (2.10) had `is_causal` instead.
+    _HAS_VARLEN = "window_size" in inspect.signature(varlen_attn).parameters
 except ImportError:
-    varlen_attn = None
+    varlen_attn, _HAS_VARLEN = None, False
 
 
 class RotaryTable:
@@ -102,7 +106,8 @@ class AttentionMixer(nn.Module):
 
     @staticmethod
     def _use_varlen(q: Tensor) -> bool:
-        return varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        # Flash attention's kernels: half precision, head widths in steps of 8 up to 256.
+        return _HAS_VARLEN and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in range(8, 257, 8)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.kv_heads != self.heads:
@@ -111,7 +116,10 @@ class AttentionMixer(nn.Module):
         cu = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(q.device, non_blocking=True)
         longest = max(lengths)
         window = (-1 if self.window is None else self.window - 1, 0)
-        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
+        assert varlen_attn is not None
+        o = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
+        assert isinstance(o, Tensor)
+        return o
 
     def _one_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of n new tokens q [n, H, D] over m >= n keys and values [m, H_kv, D], the last n of them their own."""

@@ -140,6 +140,10 @@ class SSEHModel(SSEHPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the last balance loss behind: it hangs on a graph."""
+        return {**self.__dict__, "balance_loss": None}
+
     @can_return_tuple
     def forward(
         self,

@@ -31,7 +31,7 @@ class DecodeBatch:
 
     @classmethod
     def build(cls, sequences: list[Sequence], *, device: torch.device) -> DecodeBatch:
-        """A row that has no token yet gets token 0 and the position of its prompt's last token; it must not be an input before `advance`."""
+        """A row without a token gets token 0 at the position of its prompt's last one, and is no input before `advance`."""
         requests = [sequence.group.request for sequence in sequences]
         slots = [sequence.slot for sequence in sequences]
         index = [len(sequence.token_ids) for sequence in sequences]

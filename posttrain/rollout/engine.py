@@ -2,9 +2,9 @@
 
     step() = place restored -> prefill pieces -> fork -> decode (T = running) -> sample all rows at once -> append, finish
 
-What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed places,
-sampling is row by row, and the model gives a sequence the same bits alone or among others. Every step moves each running sequence
-by one token and costs one transfer to the host.
+What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed
+places, sampling is row by row, and the model gives a sequence the same bits alone or among others. Every step moves each running
+sequence by one token and costs one transfer to the host.
 
     generator = Generator(model, eos_token_ids=[2], max_sequences=64, max_length=512)
     completions = generator.generate([Request(prompt_ids=[5, 9, 2], n=8, max_tokens=64, seed=17)])[0]
@@ -22,18 +22,27 @@ from torch import Tensor, nn
 
 from posttrain.errors import PosttrainError
 from posttrain.models.cache import SlotCache
+from posttrain.models.sse_h import SSEHConfig
 from posttrain.rollout.decode_batch import DecodeBatch
 from posttrain.rollout.router_log import RouterLog
 from posttrain.rollout.sampling import sample
 from posttrain.rollout.scheduler import Scheduler
-from posttrain.rollout.sequence import Group, OnToken, Sequence, StreamedToken
+from posttrain.rollout.sequence import Group, OnToken, Sequence, check_prompt
 from posttrain.rollout.snapshot import fill_group, request_of, to_snapshot
 from posttrain.rollout.stop import StopMatcher
 from posttrain.rollout.weights import copy_weights, generating
-from posttrain.types import Completion, FinishReason, Request
+from posttrain.types import Completion, Request
 
 Unfinished = Literal["continue", "restart", "finish"]
 OnProgress = Callable[[int, int, int], None]
+
+
+def _config(model: nn.Module) -> SSEHConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, SSEHConfig):
+        family = getattr(config, "model_type", type(model).__name__)
+        raise ValueError(f"the generator runs models of the sse_h family (attention-only ones too), but {family!r} was given")
+    return config
 
 
 class Generator:
@@ -52,7 +61,7 @@ class Generator:
         on_token: called with a `StreamedToken` for each token.
 
     Raises:
-        ValueError: sizes below what a single sequence needs.
+        ValueError: sizes below what a single sequence needs, or a model of another family.
     """
 
     def __init__(
@@ -83,14 +92,15 @@ class Generator:
         self.on_token = on_token
         self.generated_tokens = 0
         self.prefilled_tokens = 0
+        config = _config(model)
         parameter = next(model.parameters())
         self._device = parameter.device
-        self._vocab_size: int = model.config.vocab_size  # type: ignore[union-attr]
+        self._vocab_size = config.vocab_size
         self._scheduler = Scheduler(max_sequences, max_prefill_tokens)
         slots = self._scheduler.num_slots
-        self._cache = SlotCache(model.config, slots, max_length=max_length, device=parameter.device, dtype=parameter.dtype)
-        routed = return_router_indices and bool(model.config.sse_layers)
-        self._router = RouterLog(slots, max_length, model.config.num_partitions) if routed else None
+        self._cache = SlotCache(config, slots, max_length=max_length, device=parameter.device, dtype=parameter.dtype)
+        routed = return_router_indices and bool(config.sse_layers)
+        self._router = RouterLog(slots, max_length, config.num_partitions) if routed else None
         self._texts: dict[int, str] = {}
         self._batch: DecodeBatch | None = None
         self._done: list[Completion] = []
@@ -104,7 +114,7 @@ class Generator:
             ValueError: not even one fits.
         """
         parameter = next(model.parameters())
-        probe = SlotCache(model.config, 1, max_length=1, device=parameter.device, dtype=parameter.dtype)
+        probe = SlotCache(_config(model), 1, max_length=1, device=parameter.device, dtype=parameter.dtype)
         each = probe.nbytes_per_sequence(length)
         fitting = memory_bytes // each - 1
         if fitting < 1:
@@ -127,20 +137,11 @@ class Generator:
         return request.id
 
     def _group(self, request: Request) -> Group:
-        length = len(request.prompt_ids)
-        if length > self.max_length - 1:
-            raise ValueError(
-                f"request {request.id}: the prompt has {length} tokens, but max_length={self.max_length} leaves at most "
-                f"{self.max_length - 1} for it; shorten the prompt or raise max_length"
-            )
         if request.id in self._scheduler.groups:
             raise ValueError(f"request {request.id}: an unfinished request already has this id")
-        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"request {request.id}: token id {wrong} is outside the vocabulary, 0 to {self._vocab_size - 1}")
+        check_prompt(request, vocab_size=self._vocab_size, max_length=self.max_length)
         stop = StopMatcher(request.stop, self.tokenizer, request_id=request.id, texts=self._texts) if request.stop else None
-        limit = min(request.max_tokens, self.max_length - length)
+        limit = min(request.max_tokens, self.max_length - len(request.prompt_ids))
         return Group(request=request, limit=limit, stop=stop, pending=deque(range(request.n)))
 
     @property
@@ -153,7 +154,7 @@ class Generator:
         return len(self._scheduler.running)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; the next step() returns its samples as they are, finish_reason "abort". False if it is not unfinished."""
+        """Ends a request; the next step() returns its samples as they are, finish_reason "abort". False where none has the id."""
         group = self._scheduler.groups.get(request_id)
         if group is None:
             return False
@@ -178,13 +179,14 @@ class Generator:
                 with nullcontext() if self._in_generate else generating(self.model):
                     broken = self._step()
             except BaseException:
-                # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, which gives the same samples.
+                # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, to the same samples.
                 self._scheduler.requeue(started=True)
                 raise
         if broken:
             raise PosttrainError(
-                f"the model (version {self.version}) gave logits that are NaN, infinite or all -inf for request(s) {', '.join(broken)}; "
-                "they were dropped. Look at the weights: a diverged training step or an overflow in half precision is the usual cause"
+                f"the model (version {self.version}) gave logits that are NaN, infinite or all -inf for request(s) "
+                f"{', '.join(broken)}; they were dropped. Look at the weights: a diverged training step or an overflow in half "
+                "precision is the usual cause"
             )
         done, self._done = self._done, []
         return done
@@ -215,7 +217,7 @@ class Generator:
             sequence.cached = None
 
     def _forward(self, tokens: Tensor, positions: Tensor, bounds: list[int], slots: list[int], keep: Tensor | None) -> Any:
-        """One packed forward: tokens, positions [T]; the s-th sequence is tokens [bounds[s], bounds[s + 1]) and continues slots[s]."""
+        """One packed forward: tokens, positions [T]; sequence s is tokens [bounds[s], bounds[s + 1]) and continues slots[s]."""
         self._cache.bind(slots)
         return self.model(
             input_ids=tokens[None],
@@ -294,25 +296,11 @@ class Generator:
                 self._done.append(sequence.completion(reason, self._router_indices(sequence)))
                 self._scheduler.finish(sequence)
             if self.on_token is not None:
-                self._stream(sequence, reason)
+                self.on_token(sequence.streamed(reason))
         self._scheduler.keep_running()
         for group in broken.values():
             self._scheduler.remove(group)
         return list(broken)
-
-    def _stream(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        assert self.on_token is not None
-        self.on_token(
-            StreamedToken(
-                request_id=sequence.group.request.id,
-                sample=sequence.sample,
-                index=len(sequence.token_ids) - 1,
-                token_id=sequence.token_ids[-1],
-                logprob=sequence.logprobs[-1],
-                version=sequence.versions[-1],
-                finish_reason=reason,
-            )
-        )
 
     def _router_indices(self, sequence: Sequence) -> Tensor | None:
         if self._router is None:
@@ -363,10 +351,10 @@ class Generator:
         """Makes `version` the policy of the tokens to come.
 
         Args:
-            state_dict: every tensor of the model, copied in place; None if the model's own tensors have already changed (colocated).
-            unfinished: what happens to samples that have begun. "continue": they go on from their old state; "restart": they begin
-                again from the prompt; "finish": the update is refused while there are any. Prompts without a sampled token are
-                prefilled again in every case.
+            state_dict: every tensor of the model, copied in place; None where the model's own have already changed (colocated).
+            unfinished: what happens to samples that have begun. "continue": they go on from their old state; "restart": they
+                begin again from the prompt; "finish": the update is refused while there are any. Prompts without a sampled
+                token are prefilled again in every case.
 
         Raises:
             ValueError: names missing or unexpected or shapes that differ; nothing is changed then.

@@ -2,9 +2,10 @@
 
     temperature -> top_k -> top_p -> min_p -> softmax -> inverse CDF by one uniform number a row
 
-Why the inverse CDF is taken in fixed point: a float cumulative sum depends on the order of its additions, and GPU scans choose that
-order by the shape of the batch. Probabilities are therefore rounded to multiples of 2^-46 and summed as int64, which is exact in
-any order; a row's token depends on that row alone. Truncation is by rank in a stable descending sort, so ties go to the lowest id.
+Why the inverse CDF is taken in fixed point: a float cumulative sum depends on the order of its additions, and GPU scans choose
+that order by the shape of the batch. Probabilities are therefore rounded to multiples of 2^-46 and summed as int64, which is
+exact in any order; a row's token depends on that row alone. Truncation is by rank in a stable descending sort, so that ties go to
+the lowest id.
 
 Two log-probabilities come back: under the distribution that the token was really drawn from, and under the model's own softmax.
 Greedy rows (temperature below 1e-5, as in vLLM) draw from a point mass: log-probability 0.
@@ -71,15 +72,20 @@ class SamplingParams:
             if not is_greedy and (k > 0 or p < 1.0 or least > 0.0)
         ]
         unlimited = torch.iinfo(torch.int64).max
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None] if cut else None
+
+        least_p = column([min_p[row] for row in cut], torch.float32)
         return cls(
             keys=torch.tensor(keys, dtype=torch.int64, device=device),
             temperature=torch.tensor(scale, dtype=torch.float32, device=device),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             cut_rows=tuple(cut),
             cut=torch.tensor(cut, dtype=torch.int64, device=device) if cut else None,
-            top_k=torch.tensor([top_k[row] or unlimited for row in cut], dtype=torch.int64, device=device)[:, None] if cut else None,
-            top_p=torch.tensor([top_p[row] for row in cut], dtype=torch.float64, device=device)[:, None] if cut else None,
-            log_min_p=torch.tensor([min_p[row] for row in cut], dtype=torch.float32, device=device).log()[:, None] if cut else None,
+            top_k=column([top_k[row] or unlimited for row in cut], torch.int64),
+            top_p=column([top_p[row] for row in cut], torch.float64),
+            log_min_p=None if least_p is None else least_p.log(),
             all_greedy=all(greedy),
             plain=not cut and not any(greedy) and all(value == 1.0 for value in temperature),
         )
@@ -125,7 +131,10 @@ class Draw:
 
 
 def _fixed_point(logprobs: Tensor) -> Tensor:
-    """Probabilities as int64 multiples of 2^-46. Scaling by a power of two is exact, so only the floor rounds; `elementwise` keeps exp from depending on the shape."""
+    """Probabilities as int64 multiples of 2^-46.
+
+    Scaling by a power of two is exact, so only the floor rounds; `elementwise` keeps the bits of exp from depending on the shape.
+    """
     return (elementwise(torch.exp, logprobs) * _FIXED_POINT).to(torch.int64)
 
 

@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Samples to start from the prompt state in slot `source`; copies go to `copies`, the last sample may take `source` itself."""
+    """Samples to start from the prompt state in slot `source`: copied to `copies`; the last sample may take `source` itself."""
 
     source: int
     copies: list[int]
@@ -129,7 +129,7 @@ class Scheduler:
         return Fork(source=source, copies=copies, sequences=sequences)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes an unfinished sequence out and frees its slot; the caller removes it from `running` (many at once, in one pass)."""
+        """Takes an unfinished sequence out and frees its slot; `keep_running` then drops it from `running`, many in one pass."""
         del sequence.group.started[sequence.sample]
         if sequence.slot is not None:
             self.free.append(sequence.slot)
@@ -162,7 +162,7 @@ class Scheduler:
             self.prefilling.remove(group)
 
     def requeue(self, *, started: bool) -> None:
-        """Sends prompts back to be prefilled (their state belongs to older weights); `started`: begun samples too, from nothing."""
+        """Sends prompts back to be prefilled (their state is of older weights); `started`: begun samples too, from nothing."""
         for group in self.groups.values():
             self._drop_prompt(group)
             if not started:

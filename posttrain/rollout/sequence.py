@@ -1,6 +1,8 @@
 """A request on its way through the engine: a Group holds the request, a Sequence each of its started samples.
 
     waiting Group -> prefill (once) -> Group with its parent slot -> fork -> n running Sequences -> n Completions
+
+Both are mutable bookkeeping of the engine; what leaves it are `StreamedToken` and `Completion`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,20 @@ class StreamedToken:
     logprob: float
     version: int
     finish_reason: FinishReason | None
+
+
+def check_prompt(request: Request, *, vocab_size: int, max_length: int) -> None:
+    """Raises ValueError where the prompt leaves no room for a token or holds an id outside the vocabulary."""
+    length = len(request.prompt_ids)
+    if length > max_length - 1:
+        raise ValueError(
+            f"request {request.id}: the prompt has {length} tokens, but max_length={max_length} leaves at most "
+            f"{max_length - 1} for it; shorten the prompt or raise max_length"
+        )
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"request {request.id}: token id {wrong} is outside the vocabulary, 0 to {vocab_size - 1}")
 
 
 OnToken = Callable[[StreamedToken], None]
@@ -98,6 +114,18 @@ class Sequence:
         if self.group.stop is not None and self.group.stop.ends(self.token_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.group.limit else None
+
+    def streamed(self, reason: FinishReason | None) -> StreamedToken:
+        """The newest token as an event."""
+        return StreamedToken(
+            request_id=self.group.request.id,
+            sample=self.sample,
+            index=len(self.token_ids) - 1,
+            token_id=self.token_ids[-1],
+            logprob=self.logprobs[-1],
+            version=self.versions[-1],
+            finish_reason=reason,
+        )
 
     def completion(self, reason: FinishReason, router_indices: Tensor | None) -> Completion:
         return Completion(

@@ -20,7 +20,9 @@ FORMAT = 1
 _LISTS = ("token_ids", "logprobs", "plain_logprobs", "versions")
 
 
-def to_snapshot(group: Group, export: Callable[[Sequence], dict[str, Any]], router: Callable[[Sequence], Tensor | None]) -> dict[str, Any]:
+def to_snapshot(
+    group: Group, export: Callable[[Sequence], dict[str, Any]], router: Callable[[Sequence], Tensor | None]
+) -> dict[str, Any]:
     """`export` and `router` fetch the cache and the router choices of a started sequence as CPU tensors."""
     sequences = [
         {
@@ -58,8 +60,8 @@ def fill_group(group: Group, snapshot: dict[str, Any], *, needs_router: bool) ->
     for saved in snapshot["sequences"]:
         if len(saved["token_ids"]) >= group.limit:
             raise ValueError(
-                f"request {request_id}: sample {saved['sample']} has {len(saved['token_ids'])} tokens, but this generator's context "
-                f"leaves {group.limit}; restore it on one with a larger max_length"
+                f"request {request_id}: sample {saved['sample']} has {len(saved['token_ids'])} tokens, but this generator's "
+                f"context leaves {group.limit}; restore it on one with a larger max_length"
             )
         if needs_router and saved["router_indices"] is None:
             raise ValueError(f"request {request_id}: the snapshot holds no router indices, but this generator returns them")

@@ -1,9 +1,9 @@
 """Stop strings, found across token boundaries by decoding only the tail of a completion.
 
-A stop string is looked for in the decoded text of the last tokens, never token by token, because it may begin in the middle of one
-token and end in another, or hold a character whose bytes are split between tokens. The window reaches back until its text is longer
-than the longest stop string by a margin: tokenizers may alter or drop what stands at the very start of a decoded piece (a leading
-space, half a character). Special tokens are decoded too, so that a stop string may name one.
+A stop string is looked for in the decoded text of the last tokens, never token by token, because it may begin in the middle of
+one token and end in another, or hold a character whose bytes are split between tokens. The window reaches back until its text is
+longer than the longest stop string by a margin: tokenizers may alter or drop what stands at the very start of a decoded piece (a
+leading space, half a character). Special tokens are decoded too, so that a stop string may name one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ class StopMatcher:
     """Looks for the stop strings of one request; holds no state of a completion, so that forks and restarts need nothing.
 
     Raises:
-        ValueError: an empty stop string, or no tokenizer to decode with.
+        ValueError: an empty stop string, one string in place of a sequence of them, or no tokenizer to decode with.
     """
 
     def __init__(self, stop: Sequence[str], tokenizer: Any, *, request_id: str, texts: dict[int, str] | None = None) -> None:
         if tokenizer is None:
             raise ValueError(f"request {request_id}: stop strings {list(stop)} need a tokenizer; give the Generator one")
+        if isinstance(stop, str):
+            raise ValueError(f"request {request_id}: stop={stop!r} is one string, but it must be a sequence of strings")
         if not all(stop):
             raise ValueError(f"request {request_id}: a stop string is empty; every one needs at least one character")
         self._stop = tuple(stop)
@@ -48,7 +50,7 @@ class StopMatcher:
         return _BROKEN in text or not self._last.isdisjoint(text)
 
     def ends(self, ids: list[int]) -> bool:
-        """Whether a stop string ends within the newest token of `ids` (completion tokens only; earlier ones were asked before)."""
+        """Whether a stop string ends in the newest token of `ids` (completion tokens only; earlier ones were asked before)."""
         if not self._may_end(ids[-1]):
             return False
         width = self._reach

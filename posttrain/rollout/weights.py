@@ -37,8 +37,8 @@ def copy_weights(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     unexpected = [name for name in state_dict if name not in own]
     if missing or unexpected:
         raise ValueError(
-            f"new weights do not fit the model: {len(missing)} missing {missing[:8]}, {len(unexpected)} unexpected {unexpected[:8]}; "
-            "every tensor must arrive under its own name"
+            f"new weights do not fit the model: {len(missing)} missing {missing[:8]}, {len(unexpected)} unexpected "
+            f"{unexpected[:8]}; every tensor must arrive under its own name"
         )
     wrong = [
         f"{name}: {tuple(tensor.shape)} given, {tuple(own[name].shape)} needed"

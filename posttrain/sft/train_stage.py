@@ -11,14 +11,13 @@ from transformers import AutoTokenizer
 from trl.trainer.sft_config import SFTConfig
 
 from posttrain.config import Recipe
-from posttrain.data.collate import collate
 from posttrain.errors import CheckpointError
 from posttrain.models.loading import load_model
 from posttrain.run_folder import RunFolder, last_checkpoint
 from posttrain.runtime.worker import StageStopped, WorkerContext
 from posttrain.runtime.zero import trainer_arguments
 from posttrain.sft.dataset import load_rows
-from posttrain.sft.trainer import PackedSFTTrainer, RunFolderCallback
+from posttrain.sft.trainer import PackedSFTTrainer, RunFolderCallback, collate_boundaries_on_host
 
 
 def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
@@ -33,6 +32,7 @@ def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
     checkpoint = last_checkpoint(run.path / "sft")
     if checkpoint is not None:
         trainer.restore_extra_state(checkpoint)
+    callback.start_tokens = trainer.extra_state()["tokens"]
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.stopped:
         raise StageStopped(f"SFT stopped after step {trainer.state.global_step}")
@@ -56,7 +56,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> tuple[Packe
         model=model,
         args=args,
         train_dataset=rows,
-        data_collator=collate,
+        data_collator=collate_boundaries_on_host,
         processing_class=tokenizer,
         callbacks=[callback],
     )

@@ -13,7 +13,7 @@ training, so it is the one term that changes slightly when the same rows are spl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from posttrain.balance import last_balance_loss
+from posttrain.data.collate import collate
 from posttrain.runtime.checkpoints import AtomicCheckpoints, several_ranks
 from posttrain.runtime.worker import WorkerContext
 
@@ -37,6 +38,13 @@ METRIC_NAMES = {
 }
 
 
+def collate_boundaries_on_host(features: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`collate`, with cu_seq_lens_q as a list: the trainer would move a tensor to the GPU, and the model read it back."""
+    batch: dict[str, Any] = dict(collate(features))
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"].tolist()
+    return batch
+
+
 class PackedSFTTrainer(AtomicCheckpoints, SFTTrainer):
     """SFTTrainer for rows packed beforehand (`dataset_kwargs={"skip_prepare_dataset": True}`) and our collator."""
 
@@ -45,6 +53,8 @@ class PackedSFTTrainer(AtomicCheckpoints, SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if isinstance(inputs["cu_seq_lens_q"], list):
+            inputs["cu_seq_lens_q"] = torch.tensor(inputs["cu_seq_lens_q"], dtype=torch.int32)
         result = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         balance = last_balance_loss(self.model) if self.model.training else None
         if balance is None:
@@ -80,10 +90,11 @@ class RunFolderCallback(TrainerCallback):
 
     def __init__(self, context: WorkerContext, append: Callable[[int, dict[str, float]], None]) -> None:
         self.stopped = False
+        self.start_tokens = 0
         self._context = context
         self._append = append
         self._shown: dict[str, float] = {}
-        self._last: tuple[float, int] | None = None
+        self._last = (0.0, 0)  # when tokens were last counted, and how many there were
         self._logged_at = -1
 
     def report(self, state: Any, note: str = "") -> None:
@@ -91,7 +102,7 @@ class RunFolderCallback(TrainerCallback):
         self._context.report(state.global_step, state.max_steps, note=note, force=True, **self._shown)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last = None
+        self._last = (time.monotonic(), self.start_tokens)
         self.report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -102,16 +113,16 @@ class RunFolderCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The next speed must not count the time of the save; between two logs nobody knows the tokens, so there is none.
-        self._last = (time.monotonic(), self._last[1]) if self._last and self._logged_at == state.global_step else None
+        if self._logged_at == state.global_step:
+            self._last = (time.monotonic(), self._last[1])  # the next speed need not count the time of the save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
             return
         metrics = {ours: float(logs[theirs]) for theirs, ours in METRIC_NAMES.items() if theirs in logs}
         now, tokens = time.monotonic(), int(metrics.get("tokens", 0))
-        if self._last is not None and now > self._last[0]:
-            metrics["tokens_per_second"] = (tokens - self._last[1]) / (now - self._last[0])
+        # In every record: after a resume, records with the same keys replace those of the same steps.
+        metrics["tokens_per_second"] = (tokens - self._last[1]) / max(now - self._last[0], 1e-9)
         self._last, self._logged_at = (now, tokens), state.global_step
         self._append(state.global_step, metrics)
         shown = {"loss": "loss", "accuracy": "accuracy", "tokens_per_second": "tokens/s"}

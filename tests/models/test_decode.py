@@ -13,7 +13,7 @@ ABLATIONS = {
     "no_shared_partition": {"shared_partition": False, "router_gate": "none", "use_output_gate": True},
     "silu": {"key_map": "silu", "tie_word_embeddings": True},
 }
-LENGTHS = [1, 70, 33, 100, 5]
+LENGTHS = [1, 40, 33, 52, 5]
 SLOTS = [5, 2, 7, 0, 3]
 
 
@@ -41,20 +41,20 @@ def random_pieces(length, generator):
     return pieces
 
 
-def check_gate(model, make_ids):
-    sequences = make_ids(LENGTHS)
+def check_gate(model, make_ids, lengths=LENGTHS):
+    sequences = make_ids(lengths)
     with torch.no_grad():
         forward = [model(s[None]).logits[0] for s in sequences]
     generator = torch.Generator().manual_seed(0)
     splits = {
-        "pieces": [random_pieces(n, generator) for n in LENGTHS],
-        "decode": [[max(1, n // 3)] + [1] * (n - max(1, n // 3)) for n in LENGTHS],
+        "pieces": [random_pieces(n, generator) for n in lengths],
+        "decode": [[max(1, n // 3)] + [1] * (n - max(1, n // 3)) for n in lengths],
     }
-    cache = SlotCache(model.config, 8, max_length=128)
+    cache = SlotCache(model.config, 8, max_length=512)
     for name, pieces in splits.items():
         cache.reset()
         together = run_pieces(model, cache, SLOTS, sequences, pieces)
-        assert [cache.lengths[s] for s in SLOTS] == LENGTHS
+        assert [cache.lengths[s] for s in SLOTS[: len(lengths)]] == lengths
         for got, want in zip(together, forward, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
         for i, s in enumerate(sequences):
@@ -72,6 +72,12 @@ def test_gate_holds_for_ablations(make_model, make_ids, name):
     check_gate(make_model("hybrid", **ABLATIONS[name]), make_ids)
 
 
+@pytest.mark.parametrize("window", [1, 64, 70])
+def test_sliding_window_keeps_a_ring(make_model, make_ids, window):
+    model = make_model("sliding_attention", sliding_window=window)
+    check_gate(model, make_ids, [200, 1, 90])
+
+
 def test_pre_norm_gate_of_gdn(make_model, make_ids):
     check_gate(make_model("sse_gdn", router_gate="pre_norm", num_selected=2), make_ids)
 
@@ -80,7 +86,7 @@ def test_pre_norm_gate_of_gdn(make_model, make_ids):
 def test_attention_decode_bits_depend_on_neither_batch_nor_capacity(make_model, make_ids, threads, heads):
     """Grouped queries, one head in one sequence (a batch of one product), and a pool grown by a long neighbour."""
     model = make_model("full_attention", num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    lengths = [3, 40, 64, 65, 150, 300]
+    lengths = [3, 64, 65, 150, 300]
     sequences = make_ids(lengths)
     for count in (1, 2):
         threads(count)

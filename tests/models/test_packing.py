@@ -58,13 +58,12 @@ def test_norm_rows_do_not_depend_on_the_others(threads, dim):
     assert silu(x).shape == x.shape
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 1), (2, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "seed", "count"), [*((kind, 0, 1) for kind in KINDS), ("hybrid", 1, 1), ("hybrid", 2, 2)])
 def test_packed_padded_and_alone_are_bitwise_equal(make_model, make_ids, bounds, pad, threads, kind, seed, count):
     threads(count)
     model = make_model(kind, seed)
     generator = torch.Generator().manual_seed(seed)
-    lengths = [1, 2, 100, *torch.randint(1, 101, (7,), generator=generator).tolist(), 1]
+    lengths = [1, 2, 100, *torch.randint(1, 101, (4,), generator=generator).tolist(), 1]
     sequences = make_ids(lengths, seed)
     with torch.no_grad():
         alone = [model(s[None]).logits[0] for s in sequences]

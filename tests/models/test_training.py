@@ -106,6 +106,15 @@ def test_router_replay_uses_given_choices_with_live_weights(make_model, batch):
     assert model.model.layers[0].mixer.e_proj.weight.grad.abs().sum() > 0
 
 
+def test_copies_leave_the_graph_behind(make_model, batch):
+    model = make_model().train()
+    model(**batch, labels=batch["input_ids"])
+    assert model.model.balance_loss is not None
+    twin = copy.deepcopy(model)
+    assert twin.model.balance_loss is None and model.model.balance_loss is not None
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_hidden_states_and_embeddings_as_input(make_model, batch):
     model = make_model()
     with torch.no_grad():

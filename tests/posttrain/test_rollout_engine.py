@@ -8,6 +8,10 @@ import random
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import PosttrainError
 from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
@@ -124,9 +128,7 @@ def test_router_indices_are_the_packed_forwards(hybrid):
     completion = make_generator(hybrid, return_router_indices=True).generate([Request(prompt_ids=[5, 6, 7], max_tokens=30)])[0][0]
     ids = torch.tensor([(completion.prompt_ids + completion.token_ids)[:-1]])
     with torch.no_grad():
-        out = hybrid(
-            input_ids=ids, cu_seq_lens_q=torch.tensor([0, ids.shape[1]], dtype=torch.int32), output_router_indices=True
-        )
+        out = hybrid(input_ids=ids, cu_seq_lens_q=torch.tensor([0, ids.shape[1]], dtype=torch.int32), output_router_indices=True)
     assert torch.equal(out.router_indices, completion.router_indices.long())
 
 
@@ -218,6 +220,26 @@ def test_completions_end_for_the_right_reason(hybrid):
     assert reasons == {"stop", "length"}
 
 
+def test_stop_strings_end_a_completion_and_stay_in_it(hybrid):
+    """The stop string spans two tokens of a completion drawn without it; the prompt, which holds it too, does not count."""
+    letters = [chr(0x4E00 + i) for i in range(VOCAB)]
+    backend = Tokenizer(WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=letters[0]))
+    backend.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    request = Request(id="x", prompt_ids=[5, 6], n=4, max_tokens=20, seed=1)
+    free = make_generator(hybrid, eos_token_ids=[]).generate([request])[0]
+    pair = free[2].token_ids[9:11]
+    request = dataclasses.replace(request, prompt_ids=[5, 6], stop=("never", letters[pair[0]] + letters[pair[1]]))
+    stopped = make_generator(hybrid, eos_token_ids=[], tokenizer=tokenizer).generate([request])[0]
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i + 2 for i in range(19) if before.token_ids[i : i + 2] == pair]
+        assert after.token_ids == before.token_ids[: ends[0] if ends else 20]
+        assert after.finish_reason == ("stop" if ends else "length")
+    assert stopped[2].finish_reason == "stop"
+    prompted = dataclasses.replace(request, prompt_ids=pair, max_tokens=1)
+    assert make_generator(hybrid, tokenizer=tokenizer).generate([prompted])[0][0].finish_reason == "length"
+
+
 def test_the_context_limits_a_completion(hybrid):
     generator = make_generator(hybrid, eos_token_ids=[], max_length=12)
     completion = generator.generate([Request(prompt_ids=[3] * 11, max_tokens=100)])[0][0]
@@ -290,7 +312,7 @@ def test_a_listener_may_abort(hybrid):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(id="r", prompt_ids=[3] * LENGTH), f"r: the prompt has {LENGTH} tokens, but max_length={LENGTH} leaves at most 95"),
+        (Request(id="r", prompt_ids=[3] * LENGTH), f"r: the prompt has {LENGTH} tokens, .*={LENGTH} leaves at most 95"),
         (Request(id="r", prompt_ids=[3, VOCAB]), f"token id {VOCAB} is outside the vocabulary, 0 to {VOCAB - 1}"),
         (Request(id="r", prompt_ids=[-1]), "token id -1"),
         (Request(id="used", prompt_ids=[3]), "used: an unfinished request already has this id"),
@@ -321,6 +343,11 @@ def test_broken_logits_name_the_request_and_spare_others(hybrid):
         generator.step()
     assert by_sample(run_out(generator)) == alone
     assert sorted(generator._scheduler.free) == list(range(9))
+
+
+def test_models_of_another_family_are_refused():
+    with pytest.raises(ValueError, match="sse_h family .* 'Linear' was given"):
+        make_generator(torch.nn.Linear(2, 2))
 
 
 def test_sizes_are_checked(hybrid):

@@ -151,9 +151,7 @@ def test_rows_with_mixed_parameters_are_those_that_they_are_alone():
     }
     together = sample(logits, params(rows, **options), torch.arange(rows))
     for row in range(rows):
-        alone = SamplingParams.build(
-            keys=[stream_key(0, row)], **{name: [values[row]] for name, values in options.items()}
-        )
+        alone = SamplingParams.build(keys=[stream_key(0, row)], **{name: [values[row]] for name, values in options.items()})
         draw = sample(logits[row : row + 1].clone(), alone, torch.tensor([row]))
         for name in ("token", "logprob", "plain_logprob"):
             assert torch.equal(getattr(draw, name)[0], getattr(together, name)[row]), (row, name)

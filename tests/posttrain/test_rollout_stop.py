@@ -13,7 +13,7 @@ from posttrain.rollout.stop import StopMatcher
 
 @pytest.fixture(scope="module")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges make "ab", "abc", " x" and "END": a text has many encodings, and characters split into bytes."""
+    """Byte-level BPE whose merges make "ab", "abc", " x" and "END": texts have many encodings, characters split into bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("ab", "c"), ("\u0120", "x"), ("E", "N"), ("EN", "D")]
     tokens = [*alphabet, *("".join(pair) for pair in merges)]
@@ -102,3 +102,5 @@ def test_bad_stop_strings_are_refused(byte_tokenizer):
         StopMatcher(("x",), None, request_id="r")
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(("x", ""), byte_tokenizer, request_id="r")
+    with pytest.raises(ValueError, match="one string"):
+        StopMatcher("x", byte_tokenizer, request_id="r")

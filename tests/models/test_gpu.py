@@ -1,0 +1,43 @@
+"""The model on a GPU: the numbers of the CPU, in the precision of the device."""
+
+import copy
+
+import pytest
+import torch
+
+from posttrain.models.cache import SlotCache
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LENGTHS = [1, 40, 130]
+
+
+@pytest.mark.parametrize("kind", ["sse", "sse_gdn", "full_attention", "sliding_attention", "hybrid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_gradients_and_decoding(make_model, make_ids, bounds, kind, dtype):
+    """fp32 takes scaled_dot_product_attention, bf16 the variable-length kernel; router choices are replayed, since a near-tie
+    may fall the other way."""
+    host = make_model(kind, initializer_range=0.05).train()
+    device = copy.deepcopy(host).to(device="cuda", dtype=dtype)
+    ids, cu = torch.cat(make_ids(LENGTHS))[None], bounds(LENGTHS)
+    out = host(ids, cu_seq_lens_q=cu, labels=ids, skip_logits=False, output_router_indices=True)
+    out.loss.backward()
+    routes = {} if out.router_indices is None else {"router_indices": out.router_indices.cuda()}
+    on_gpu = device(ids.cuda(), cu_seq_lens_q=cu.cuda(), labels=ids.cuda(), skip_logits=False, **routes)
+    on_gpu.loss.backward()
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    scale = out.logits.abs().max()
+    assert (on_gpu.logits.float().cpu() - out.logits).abs().max() < tolerance * scale
+    for (name, a), b in zip(host.named_parameters(), device.parameters(), strict=True):
+        error = (b.grad.float().cpu() - a.grad).norm() / a.grad.norm().clamp(min=1e-6)
+        assert error < 4 * tolerance, name
+    device.eval()
+    cache = SlotCache(device.config, 1, device="cuda", dtype=dtype)
+    whole = device(ids.cuda()[:, :60]).logits[0]
+    with torch.no_grad():
+        steps = [
+            device(ids.cuda()[:, a:b], past_key_values=cache).logits[0]
+            for a, b in [(0, 40), *((i, i + 1) for i in range(40, 60))]
+        ]
+    if dtype == torch.float32:
+        torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=1e-3 * scale.item())
+    assert torch.isfinite(torch.cat(steps)).all()
