@@ -25,7 +25,7 @@ class Request:
         prompt_ids: token ids of the prompt, at least one.
         n: completions to draw; the prompt is prefilled once and forked.
         temperature: 0 means greedy; otherwise logits are divided by it.
-        top_p, top_k, min_p: usual truncations, applied in the order temperature, top_k, top_p, min_p; 1.0, 0, 0.0 switch them off.
+        top_p, top_k, min_p: usual truncations, in the order temperature, top_k, top_p, min_p; 1.0, 0, 0.0 switch them off.
         max_tokens: completion tokens at most.
         stop: strings that end a completion; the tokens that made up the string are kept.
         seed: with `sample` it keys the random numbers, so that a sample depends on (weights, prompt, seed, parameters) alone.

@@ -289,7 +289,7 @@ def _serve_slot(state: _State) -> None:
                 continue
             try:
                 child, verdict = _verify_in_child(state, child, task)
-            except BaseException as error:  # handed to the thread that waits for this batch, which raises it
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this batch, which raises it
                 if child is not None:
                     state.dismiss(child)
                     child = None

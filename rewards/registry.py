@@ -112,7 +112,7 @@ def _evaluate(reward: Reward, prompts: Sequence[Any], completions: Sequence[Any]
         values = reward.function(prompts=prompts, completions=completions, **columns)
     except RewardError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         where, cause = _first_failing(reward, prompts, completions, columns, error)
         raise RewardError(f"reward {reward.name!r} raised {type(cause).__name__}: {cause}, {where}") from cause
     if not isinstance(values, (list, tuple)) or len(values) != len(completions):
@@ -147,7 +147,7 @@ def _first_failing(reward: Reward, prompts, completions, columns, error: Excepti
         }
         try:
             reward.function(prompts=[prompts[index]], completions=[completions[index]], **one)
-        except Exception as cause:  # raised by the caller, with the sample's name
+        except Exception as cause:  # noqa: BLE001 - raised by the caller, with the sample's name
             return _sample(index, completions), cause
     return f"on a batch of {size} (on none of its samples alone)", error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from posttrain.rewards.pool import Verdict, VerifierPool  # noqa: E402  the path is set above for a plain checkout
+from posttrain.rewards.pool import Verdict, VerifierPool
 
 
 def read_cases(path: Path) -> list[dict]:

@@ -62,7 +62,7 @@ class Interval:
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0, draws: int = 2000) -> Interval:
     """95% percentile bootstrap of the mean over problems (Efron and Tibshirani 1993, chapter 13).
 
-    The resampling is seeded, so the same values give the same interval. Where every value is 0 or every value is 1, it is Wilson's.
+    The resampling is seeded, so the same values give the same interval. Where every value is 0, or every value 1, it is Wilson's.
     """
     if not values:
         raise ValueError("an interval needs at least one problem")

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from posttrain.rewards.compare import matches, read_gold  # noqa: E402  after the check that it can be imported
-from posttrain.rewards.normalise import clean  # noqa: E402
+from posttrain.rewards.compare import matches, read_gold
+from posttrain.rewards.normalise import clean
 
 
 def same(gold, answer, kind="boxed"):

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from posttrain.rewards.child import Child  # noqa: E402  after the check that it can be imported
-from posttrain.rewards.errors import RewardError  # noqa: E402
-from posttrain.rewards.pool import VerifierPool  # noqa: E402
+from posttrain.rewards.child import Child
+from posttrain.rewards.errors import RewardError
+from posttrain.rewards.pool import VerifierPool
 
 TOWER = r"\boxed{9^{9^{9^9}}}"
 
