@@ -1,8 +1,9 @@
 # make demo | make test | make lint. A virtual environment is made in .venv on first use.
 #
 #   PYTHON=python3.12          the interpreter (3.11 to 3.13)
-#   TORCH_SPEC="torch==2.11.0" another torch; on a machine without GPU the CPU build is a fifth of the size:
-#   PIP_ARGS="--index-url URL" point it at PyTorch's CPU index for that (or set PIP_INDEX_URL)
+#   TORCH_SPEC="torch==2.11.0" another torch
+#   PIP_ARGS="--index-url URL" where torch comes from: PyTorch's CPU index has a build a fifth of the size, for machines
+#                              without GPU
 #   VENV=/path                 another place for the environment
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,7 +32,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/posttrain run recipes/demo.yaml
+	$(BIN)/posttrain run recipes/demo.yaml --resume
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class KVPool:
-    """Keys and values of one attention layer, [slots, H_kv, capacity, D]; rows that hold nothing yet, or nothing any more, hold
-    finite numbers.
+    """Keys and values of one attention layer, [slots, H_kv, capacity, D]. Rows behind a sequence's end get the weight 0, so they
+    must be finite: they are zero, or left over from a sequence that was healthy (`reset` clears those of one that was not).
 
     The capacity grows in steps of `STEP` rows as sequences grow. With a sliding `window`, position p lies in row p mod `ring`,
     the window rounded up to whole blocks, and the capacity stops there.
@@ -58,8 +58,9 @@ class KVPool:
         self.reserve(max(starts) + 1)
         rows = starts if self.ring is None else [start % self.ring for start in starts]
         slot, row = torch.tensor((slots, rows), device=k.device)
-        self.keys[slot, :, row] = k
-        self.values[slot, :, row] = v
+        # Under autocast the projections are narrower than the pool, which assignment by index does not convert.
+        self.keys[slot, :, row] = k.to(self.keys.dtype)
+        self.values[slot, :, row] = v.to(self.values.dtype)
 
     def extend(self, k: Tensor, v: Tensor, slot: int, start: int) -> tuple[Tensor, Tensor]:
         """Writes n tokens [n, H_kv, D] behind the `start` tokens of `slot`; returns what they may see, themselves last: all, or
@@ -76,8 +77,8 @@ class KVPool:
         seen = [torch.cat((pool[slot, :, before].transpose(0, 1), x)) for pool, x in ((self.keys, k), (self.values, v))]
         last = min(count, self.ring)
         where = torch.arange(start + count - last, start + count, device=device) % self.ring
-        self.keys[slot, :, where] = k[-last:].transpose(0, 1)
-        self.values[slot, :, where] = v[-last:].transpose(0, 1)
+        self.keys[slot, :, where] = k[-last:].transpose(0, 1).to(self.keys.dtype)
+        self.values[slot, :, where] = v[-last:].transpose(0, 1).to(self.values.dtype)
         return seen[0], seen[1]
 
     def view(self, slots: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,6 +98,12 @@ class KVPool:
         behind = (last - row) % self.ring
         return keys, values, (behind >= self.window) | (behind > last)
 
+    def reset(self, slot: int, length: int) -> None:
+        """Clears the rows of a sequence of `length` tokens."""
+        rows = self.rows(length)
+        self.keys[slot, :, :rows] = 0
+        self.values[slot, :, :rows] = 0
+
     def fork(self, src: int, dst: Sequence[int], length: int) -> None:
         rows = self.rows(length)
         for x in (self.keys, self.values):
@@ -108,6 +115,8 @@ class KVPool:
         return {name: x[slot, :, :rows].detach().to("cpu", copy=True).contiguous() for name, x in pools.items()}
 
     def load(self, slot: int, tensors: dict[str, Tensor], length: int) -> None:
+        if tensors.keys() != {"keys", "values"}:
+            raise ValueError(f"an exported attention layer holds keys and values, got {sorted(tensors)}")
         self.reserve(length)
         for x, name in ((self.keys, "keys"), (self.values, "values")):
             want = (x.shape[1], self.rows(length), x.shape[3])
@@ -191,11 +200,15 @@ class SlotCache(Cache):
         chosen = list(chosen)
         if slots is None:
             self.columns = 0
-        for slot in chosen:
-            self.lengths[slot] = 0
+        index = torch.tensor(chosen, dtype=torch.long, device=self.slot_tensor.device)
         for state in self.states:
             if isinstance(state, ChunkState):
-                state.reset(torch.tensor(chosen, dtype=torch.long, device=self.slot_tensor.device))
+                state.reset(index)
+            else:
+                for slot in chosen:
+                    state.reset(slot, self.lengths[slot])
+        for slot in chosen:
+            self.lengths[slot] = 0
 
     def fork(self, src: int, dst_slots: Sequence[int]) -> None:
         """Copies the sequence in `src` to each of `dst_slots`."""

@@ -58,7 +58,8 @@ def new_model(
     if not isinstance(config, SSEHConfig):
         config = make_config(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed every GPU too, whose states fork_rng leaves alone here.
+        torch.default_generator.manual_seed(seed)
         model = SSEHForCausalLM(config)
     # The plain method: transformers' own `to` hides its signature from type checkers.
     nn.Module.to(model, device=torch.device(device), dtype=parse_dtype(dtype))

@@ -26,6 +26,7 @@ ARITHMETIC_IDS = 256
 PAPER_VOCABULARY = 151_936
 # Optimizer state a parameter, in float32 numbers; AdamW keeps two moments.
 OPTIMIZER_NUMBERS = {"sgd": 0, "rmsprop": 1, "adagrad": 1, "lion": 1, "adafactor": 0.1}
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT_ARITHMETIC_ROWS = 10_000
 
 
@@ -75,6 +76,8 @@ def estimate(recipe: Recipe) -> Estimate:
                    f"{count(counts['body'])} outside")  # fmt: skip
         if recipe.model.init is None and not Path(recipe.model.path or "").is_dir():
             result.add("model", "assumed", f"{recipe.model.size}, for {recipe.model.path} is not on this machine")
+        if "vocab_size" not in fields:
+            result.add("model", "vocabulary", f"unknown: {DEFAULTS['vocab_size']:,} assumed for {recipe.model.tokenizer}")
         result.add("model", "layers", _layers(resolve(fields)["layer_types"]))
     if "sft" in recipe.stages:
         _sft(recipe, fields, result)
@@ -95,9 +98,8 @@ def model_fields(recipe: Recipe) -> dict[str, Any] | None:
     """
     if recipe.model.init is not None:
         fields = dict(recipe.model.init)
-        if "vocab_size" not in fields and recipe.model.tokenizer == "arithmetic":
-            fields["vocab_size"] = ARITHMETIC_IDS
-        return fields
+        ids = ARITHMETIC_IDS if recipe.model.tokenizer == "arithmetic" else tokenizer_size(Path(recipe.model.tokenizer or ""))
+        return fields if ids is None else {"vocab_size": ids, **fields}
     folder = Path(recipe.model.path or "")
     if not folder.is_dir():
         return None if recipe.model.size is None else {**PAPER_SIZES[recipe.model.size], "vocab_size": PAPER_VOCABULARY}
@@ -112,6 +114,40 @@ def model_fields(recipe: Recipe) -> dict[str, Any] | None:
         # Another family: priced as a Transformer of its shape.
         fields["layer_types"] = ["full_attention"] * config.get("num_hidden_layers", DEFAULTS["num_hidden_layers"])
     return fields
+
+
+def tokenizer_size(folder: Path) -> int | None:
+    """Tokens of a tokenizer folder, those that its configuration adds included: what a new model's vocabulary will be.
+
+    None where there is no tokenizer.json (a hub id, or a tokenizer of another format).
+
+    Raises:
+        CheckpointError: one of its files is not what transformers writes.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    path = folder / "tokenizer.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        # Unigram lists [piece, score]; every other model maps a piece to its id.
+        tokens = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+        tokens |= {token["content"] for token in content.get("added_tokens") or []}
+        path = folder / "tokenizer_config.json"
+        if path.is_file():
+            tokens |= _configured_tokens(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a tokenizer's: {type(error).__name__}: {error}") from None
+    return len(tokens)
+
+
+def _configured_tokens(config: dict[str, Any]) -> set[str]:
+    """Tokens of tokenizer_config.json, which transformers adds to the vocabulary where they are missing from it."""
+    extra = [config.get(name) or [] for name in ("additional_special_tokens", "extra_special_tokens")]
+    given = [*(config.get("added_tokens_decoder") or {}).values(), *(config.get(name) for name in SPECIAL_TOKENS)]
+    for tokens in extra:
+        given += tokens.values() if isinstance(tokens, dict) else tokens
+    return {token["content"] if isinstance(token, dict) else token for token in given if token}
 
 
 def training_memory(recipe: Recipe, fields: dict[str, Any], section: str, tokens: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -40,12 +40,15 @@ CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 # What may differ between two launches of the same run: it says where things run and what is shown, not what is computed.
 # A changed `eval` section runs the evaluation again, where samples of an unchanged protocol are found and kept.
-FREE_TO_CHANGE = {"description", "run_dir", "stages", "ray", "eval", "rollout.max_sequences", "rollout.max_prefill_tokens"} | {
+FREE_TO_CHANGE = {
+    *("description", "run_dir", "stages", "ray", "eval", "reward.workers"),
+    *("rollout.max_sequences", "rollout.max_prefill_tokens"),
+} | {
     f"{section}.{name}"
     for section in ("trainer", "grpo")
     for name in (
-        *("logging_steps", "logging_strategy", "logging_first_step", "report_to", "log_level", "log_completions"),
-        *("save_steps", "save_strategy", "save_total_limit", "num_completions_to_print"),
+        *("logging_steps", "logging_strategy", "logging_first_step", "report_to", "log_level"),
+        *("save_steps", "save_strategy", "save_total_limit"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout"),
     )
 }
@@ -62,11 +65,14 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def open(cls, recipe: Recipe, resume: bool) -> RunFolder:
+    def open(cls, recipe: Recipe, resume: bool, stages: Sequence[str] | None = None) -> RunFolder:
         """Create the folder or take it over, and hold its lock until `close`.
 
+        Args:
+            stages: those that are about to run; by default the recipe's.
+
         Raises:
-            RunFolderError: another process holds it, or it belongs to another recipe, or it holds an unfinished stage and
+            RunFolderError: another process holds it, or it belongs to another recipe, or one of `stages` is unfinished there and
                 `resume` is false.
         """
         run = cls(recipe.run_dir)
@@ -77,7 +83,8 @@ class RunFolder:
             raise RunFolderError(f"run folder {run.path}: {error.strerror or error}; choose another with run_dir=PATH") from error
         try:
             again = run._check_recipe(recipe)
-            run._check_unfinished([stage for stage in recipe.stages if stage not in again], resume)
+            wanted = recipe.stages if stages is None else stages
+            run._check_unfinished([stage for stage in wanted if stage not in again], resume)
             write_text_atomically(run.path / "config.yaml", dump_recipe(recipe))
         except BaseException:
             run.close()
@@ -269,7 +276,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         _replace_directory(temporary, path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if _is_disk_full(error):
+        if is_disk_full(error):
             raise CheckpointError(
                 f"no space left on the disk while writing {path}; the older checkpoints are untouched. "
                 "Free some space (or set save_total_limit) and continue with --resume"
@@ -277,7 +284,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether the error, which safetensors and torch may have wrapped, is a full disk."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
@@ -326,7 +333,7 @@ def write_text_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if _is_disk_full(error):
+        if is_disk_full(error):
             raise RunFolderError(f"no space left on the disk while writing {path}; free some space and use --resume") from error
         raise
 

@@ -42,19 +42,6 @@ _SENTENCE_END = re.compile(
     r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
     re.DOTALL,
 )
-_WORD = re.compile(r"\s*([^\s$\\,.;]+)")
-_CONNECTIVE = re.compile(
-    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
-)
-_MAX_GAP, _MAX_JOINED = 60, 10
-_BRACE = re.compile(r"\\[{}\\]|[{}]")
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_PHRASE = re.compile(
-    r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:)[ \t*:]*([^\n]*)",
-    re.IGNORECASE | re.MULTILINE,
-)
-_MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
-_SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\*\*|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not)\s).*$", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs
+from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs, without_autocast
 from posttrain.kernels.sse.chunked import run_chunked
 from posttrain.kernels.sse.chunked_gdn import run_chunked_gdn
 from posttrain.kernels.sse.decode import ChunkState, extend
@@ -83,7 +83,8 @@ def sse(
 
     Returns:
         o [T, H, V] in v's dtype, final_state [S, 1+N, H, K, V] in fp32 (float64 for float64 inputs). Arithmetic is fp32
-        whatever the inputs. A sequence's numbers do not depend on what it is packed with.
+        whatever the inputs, under autocast too. A sequence's numbers do not depend on what it is packed with (bitwise on the
+        CPU; on a GPU the library picks its products by the size of the batch, so the last bits may differ).
 
     Raises:
         ValueError: a shape, an option, or (inputs on the CPU only) a value is wrong; the triton backend was asked for.
@@ -211,9 +212,11 @@ def sse_gdn_extend(
 def _run(x: Inputs, backend: Backend | None) -> tuple[Tensor, Tensor]:
     backend = backend or _default_backend.get() or "torch"
     if backend == "torch":
-        return run_chunked_gdn(x) if x.is_gdn else run_chunked(x)
+        with without_autocast(x.v):
+            return run_chunked_gdn(x) if x.is_gdn else run_chunked(x)
     if backend == "reference":
-        return run_reference(x)
+        with without_autocast(x.v):
+            return run_reference(x)
     if backend == "triton":
         raise ValueError(
             "backend='triton' is not built yet; use backend='torch' (also the choice of backend=None) or 'reference'"

@@ -51,6 +51,11 @@ class Inputs:
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
 
+def without_autocast(a: Tensor) -> torch.autocast:
+    """Mixed precision off on the device of a: autocast would round the operands of every product to half precision."""
+    return torch.autocast(a.device.type, enabled=False)
+
+
 def check_inputs(
     q1: Tensor | None,
     k1: Tensor | None,
@@ -123,6 +128,7 @@ def check_inputs(
         v,
         {
             **{n: a for n, (a, _) in {**shared, **routed}.items()},
+            "v2": v2,
             "weight": weight,
             "index": index,
             "initial_state": initial_state,

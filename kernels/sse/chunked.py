@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.checks import Inputs, without_autocast
 from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated
 from posttrain.kernels.sse.plan import ChunkPlan, Select, build_plan
 from posttrain.kernels.sse.scores import SPLIT_GROWTH, SPLIT_LIMIT, decay_after, nested_scores, nested_scores_backward
@@ -137,6 +137,11 @@ class _ChunkedGLA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):
+        with without_autocast(do):
+            return _ChunkedGLA._backward(ctx, do, dfinal)
+
+    @staticmethod
+    def _backward(ctx, do, dfinal):
         q, k, g, v, qs, ks, decay, growth, scores, safe, after, boundary, final = ctx.saved_tensors
         unsafe = ctx.unsafe
         do = do.flatten(0, 1)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.checks import Inputs, without_autocast
 from posttrain.kernels.sse.chunked import chunk_products, rows_on_grid, scan
 from posttrain.kernels.sse.chunked_gdn import GDNScan, gdn_products, gdn_rows_on_grid
 from posttrain.kernels.sse.decode_one import one_token_gdn, one_token_gla
@@ -104,14 +104,14 @@ class ChunkState:
 
     def fork(self, src: int, dst: Sequence[int] | Tensor) -> None:
         """Copies one slot into others, bit for bit."""
-        (source,) = self._checked([src]).tolist()
+        self._check_range([src])
         dst = self._checked(dst)
         for a in self._tensors().values():
-            a[dst] = a[source].clone()
+            a[dst] = a[src].clone()
 
     def export(self, slot: int) -> dict[str, Tensor]:
         """CPU copies of one slot, for `load`."""
-        (slot,) = self._checked([slot]).tolist()
+        self._check_range([slot])
         return {name: a[slot].detach().cpu().clone() for name, a in self._tensors().items()}
 
     def load(self, slot: int, exported: dict[str, Tensor]) -> None:
@@ -120,7 +120,7 @@ class ChunkState:
         Raises:
             ValueError: a tensor is missing, foreign or of another shape.
         """
-        (slot,) = self._checked([slot]).tolist()
+        self._check_range([slot])
         own = self._tensors()
         if exported.keys() != own.keys():
             raise ValueError(f"an exported {self.transition} slot holds {sorted(own)}, got {sorted(exported)}")
@@ -131,16 +131,25 @@ class ChunkState:
             a[slot] = exported[name].to(a.device, a.dtype)
 
     def _checked(self, slots: Sequence[int] | Tensor) -> Tensor:
-        chosen = torch.as_tensor(slots, dtype=torch.int64, device=self.count.device).reshape(-1)
-        if chosen.device.type == "cpu" and not all(0 <= slot < self.num_slots for slot in chosen.tolist()):
-            raise ValueError(f"slots must lie in [0, {self.num_slots}), got {chosen.tolist()}")
-        return chosen
+        """Slots as int64 on the state's device; their range is checked unless they lie on a device already."""
+        if not isinstance(slots, Tensor):
+            self._check_range(slots)
+        elif slots.device.type == "cpu":
+            self._check_range(slots.reshape(-1).tolist())
+        return torch.as_tensor(slots, dtype=torch.int64, device=self.count.device).reshape(-1)
+
+    def _check_range(self, slots: Sequence[int]) -> None:
+        if not all(0 <= slot < self.num_slots for slot in slots):
+            raise ValueError(f"slots must lie in [0, {self.num_slots}), got {list(slots)}")
 
 
-@torch.no_grad()
 def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
     """See `sse_extend`; x is checked but for the state."""
-    slots = _check_state(x, state, slots)
+    with torch.no_grad(), without_autocast(x.v):
+        return _extend(x, state, _check_state(x, state, slots), strict=strict)
+
+
+def _extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
     tokens = x.v.shape[0]
     if tokens == 0:
         return torch.zeros_like(x.v)

@@ -97,7 +97,7 @@ class ArithmeticConfig(Section):
 
 
 class ColumnMap(Section):
-    """Which columns of the file hold what."""
+    """Which columns of the file hold what; null where a column of that name means something else."""
 
     problem: str = "problem"
     """The problem's text."""
@@ -105,17 +105,17 @@ class ColumnMap(Section):
     answer: str = "answer"
     """The gold answer."""
 
-    solution: str = "solution"
+    solution: str | None = "solution"
     """The reasoning trace to imitate; SFT needs it, GRPO and evaluation don't."""
 
-    id: str = "id"
-    """A row's name, unique; rows without this column are numbered."""
+    id: str | None = "id"
+    """A row's name, unique; rows without this column, and all rows where it is null, are numbered."""
 
-    source: str = "source"
+    source: str | None = "source"
     """Where the row comes from; the file's name by default."""
 
-    level: str = "level"
-    """Difficulty, for tables by level; optional."""
+    level: str | None = "level"
+    """Difficulty; optional."""
 
 
 class FilterConfig(Section):
@@ -161,8 +161,8 @@ class DataSource(Section):
     shuffle: bool = False
     """Shuffle before `limit` cuts, so that it keeps a sample of all the rows."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the shuffle, and of the arithmetic problems."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Seed of the shuffle, and of the arithmetic problems; by default the recipe's."""
 
     solution_suffix: str | None = None
     """Added to a solution that has no \\boxed{}, with {answer} replaced by the gold answer."""
@@ -214,10 +214,10 @@ class DataConfig(Section):
     """Tokens of a packed training row; a sample longer than this is dropped."""
 
     max_prompt_length: Annotated[int, Field(ge=1)] = 512
-    """Tokens of a prompt (GRPO and evaluation); longer prompts are errors or dropped, as `overlong_prompt` says."""
+    """Tokens of a prompt (GRPO and evaluation); a longer one is an error, or dropped in GRPO, as `overlong_prompt` says."""
 
     overlong_prompt: Literal["error", "drop"] = "error"
-    """What happens to a prompt longer than `max_prompt_length`."""
+    """What GRPO does with a prompt longer than `max_prompt_length`; evaluation leaves nothing out."""
 
     system_prompt: str | None = None
     """System message before each problem."""

@@ -79,7 +79,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], Marks]:
     if not isinstance(parent, str):
         raise ConfigError(f"{marks[('extends',)]}: extends: got {parent!r}, but it must be the path of a recipe")
     base, base_marks = _read(path.parent / parent, (*chain, path.resolve()))
-    return _merge(base, content), base_marks | marks
+    return merge(base, content), base_marks | marks
 
 
 def _parse(text: str, origin: str) -> tuple[dict[str, Any], Marks]:
@@ -133,11 +133,12 @@ def _construct(loader: _Loader, node: yaml.Node, key: Key, marks: Marks, count: 
     return result
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, section by section."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 

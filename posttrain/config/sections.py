@@ -71,7 +71,7 @@ class RewardConfig(Section):
     """Verifier processes."""
 
     memory_mb: Annotated[int, Field(ge=64)] = 2048
-    """Address space of a verifier process."""
+    """Memory that a verification may take beyond what its process needs to start."""
 
 
 class GrpoConfig(Section):
@@ -164,7 +164,7 @@ class SuiteConfig(Sampling):
     """This many problems; for arithmetic, 200 by default."""
 
     data_seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the arithmetic problems."""
+    """Seed of the arithmetic problems. Never the recipe's: runs with different seeds answer the same problems."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> SuiteConfig:
@@ -180,9 +180,10 @@ class SuiteConfig(Sampling):
     def source(self) -> DataSource:
         """The problems, as `posttrain.data.load_source` reads them."""
         split = self.split or "test"
+        common: dict[str, Any] = {"limit": self.limit, "seed": self.data_seed}
         if self.arithmetic is not None:
-            return DataSource(kind="arithmetic", arithmetic=self.arithmetic, split=split, limit=self.limit, seed=self.data_seed)
-        common: dict[str, Any] = {"columns": self.columns, "limit": self.limit, "answer_after": self.answer_after}
+            return DataSource(kind="arithmetic", arithmetic=self.arithmetic, split=split, **common)
+        common |= {"columns": self.columns, "answer_after": self.answer_after}
         if self.path is not None:
             return DataSource(kind="jsonl", path=self.path, **common)
         return DataSource(kind="hub", path=self.hub, name=self.name, split=split, **common)
@@ -248,10 +249,10 @@ class RayConfig(Section):
     """GPUs that each of them holds; by default 1 where the machine has a GPU, else 0."""
 
     num_cpus: Positive | None = None
-    """CPU cores that a cluster started here offers; by default those of the machine."""
+    """CPU cores that a cluster started here offers; by default those of the machine, or as many more as the workers ask for."""
 
     object_store_memory_mb: Annotated[int, Field(ge=80)] | None = None
-    """Size of the object store of a cluster started here; by default Ray's choice."""
+    """Size of the object store of a cluster started here; 200 by default, for only small messages go through it."""
 
     max_failures: Annotated[int, Field(ge=0)] = 0
     """Restarts of a stage whose worker died, each from its last checkpoint."""

@@ -57,9 +57,16 @@ OWNED = {
     ),
     "mask_truncated_completions": "use `grpo.truncated_completions: mask`",
     "reward_weights": "weights stand beside the functions (`reward.functions`)",
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "a reference that moves is in no checkpoint, so the run could not be resumed",
+    ),
     "max_tool_calling_iterations": "tools are not supported",
     "log_multimodal": "images are not supported",
-    "log_completions_hub_repo": "completions are written to the run folder (rollouts/)",
+    **dict.fromkeys(
+        ("log_completions", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
+        "completions are written to the run folder (rollouts/)",
+    ),
     "auto_find_batch_size": "a batch that changes by itself cannot be resumed exactly; `posttrain check` estimates the memory",
 }
 

@@ -8,13 +8,16 @@ end-of-sequence token, which is always the last trained token.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from posttrain.errors import DataError
 
 IGNORE = -100  # the label that PyTorch's cross entropy skips
+# A batch of the tokenizer: its encodings take some 150 bytes a token until they are cut down to ids, so that a batch of long
+# traces is closed before it has BATCH rows.
 BATCH = 256
+BATCH_CHARACTERS = 1_000_000
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -58,14 +61,31 @@ def encode_sft(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> dict[str
     Raises:
         DataError: no solution, a prompt that does not begin the conversation, or nothing to train on.
     """
-    return encode_sft_batch(tokenizer, [row], cfg)[0]
+    return _encode_batch(tokenizer, [row], cfg)[0]
 
 
-def encode_sft_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any = None) -> list[dict[str, list[int]]]:
-    """`encode_sft` of many rows; the tokenizer works on all cores, `BATCH` rows at a time."""
-    return [
-        sample for start in range(0, len(rows), BATCH) for sample in _encode_batch(tokenizer, rows[start : start + BATCH], cfg)
-    ]
+def encode_sft_batch(tokenizer: Any, rows: Iterable[dict[str, Any]], cfg: Any = None) -> list[dict[str, list[int]]]:
+    """`encode_sft` of many rows, all in memory as lists (72 bytes a token); `iter_sft` for more than a few."""
+    return list(iter_sft(tokenizer, rows, cfg))
+
+
+def iter_sft(tokenizer: Any, rows: Iterable[dict[str, Any]], cfg: Any = None) -> Iterator[dict[str, list[int]]]:
+    """`encode_sft` of each row in turn; the tokenizer works on all cores, a batch at a time, and only that batch is held."""
+    for batch in _batches(rows):
+        yield from _encode_batch(tokenizer, batch, cfg)
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += len(row.get("solution") or "")
+        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _encode_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any) -> list[dict[str, list[int]]]:

@@ -27,7 +27,7 @@ def apply_filters(rows: list[Row], filters: Any, *, tokenizer: Any = None, pool:
         DataError: the correct column is missing or holds something else than true and false; no solution to look at.
     """
     dropped: Counter[str] = Counter()
-    column = _get(filters, "correct_column")
+    column = verdict_column(filters)
     if column:
         rows = _keep(rows, [f"{column} is not true" if not _is_true(row, column) else None for row in rows], dropped)
     least, most = _get(filters, "min_tokens") or 0, _get(filters, "max_tokens")
@@ -38,6 +38,11 @@ def apply_filters(rows: list[Row], filters: Any, *, tokenizer: Any = None, pool:
     if _get(filters, "verified"):
         rows = _keep(rows, _verify(rows, pool), dropped)
     return rows, dict(dropped)
+
+
+def verdict_column(filters: Any) -> str | None:
+    """The column that says whether a row's solution is right, where the filters go by one."""
+    return _get(filters, "correct_column") or None
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -10,12 +10,13 @@ import gzip
 import itertools
 import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from posttrain.data import arithmetic
-from posttrain.data.filters import apply_filters, nearest
+from posttrain.data.filters import apply_filters, nearest, verdict_column
 from posttrain.errors import DataError
 
 Row = dict[str, Any]
@@ -67,7 +68,11 @@ def load_source(
         reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
         raise DataError(f"{name}: the filters left none of {len(rows)} rows ({reasons}); loosen them")
     suffix = getattr(source, "solution_suffix", None)
-    return [_with_suffix(row, suffix) for row in kept] if suffix else kept
+    if suffix:
+        # In place: a second copy of every solution would double what they take.
+        for row in kept:
+            _add_suffix(row, suffix)
+    return kept
 
 
 def _kind(source: Any) -> str:
@@ -95,6 +100,8 @@ def _read(source: Any, kind: str, seed: int, needs_solution: bool) -> tuple[list
     if limit is not None and not shuffle:
         numbered = itertools.islice(numbered, limit)
     mapping, mark = _mapping(getattr(source, "columns", None)), getattr(source, "answer_after", None)
+    if needs_solution:
+        numbered = _without_extras(numbered, mapping, verdict_column(getattr(source, "filters", None)))
     rows = [_map_row(row, mapping, where, needs_solution, mark) for where, row in numbered]
     if not rows:
         raise DataError(f"{path}: no rows; a dataset needs at least one")
@@ -129,7 +136,7 @@ def _read_lines(file: Path) -> Iterator[tuple[str, Row]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{file}:{number}", _parse(line, file, number)
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(
                 f"{file}:{number + 1}: cannot be read ({error}); it must be UTF-8 text, gzipped if it ends in .gz"
             ) from error
@@ -187,6 +194,18 @@ def _mapping(columns: Any) -> dict[str, str | None]:
     return {name: given.get(name, name) for name in known}
 
 
+def _without_extras(
+    numbered: Iterable[tuple[str, Row]], mapping: dict[str, str | None], verdict: str | None
+) -> Iterator[tuple[str, Row]]:
+    """Rows with the columns that SFT reads: distillation sets bring others as long as the solution (messages, generations)."""
+    wanted = {*mapping.values(), verdict}
+    named = {column for name, column in mapping.items() if column not in (name, None)}
+    needed = named | {mapping[name] for name in (*REQUIRED, "solution")} | ({verdict} if verdict else set())
+    for where, row in numbered:
+        # A row that lacks something stays whole, for the message to name what it has.
+        yield where, {name: row[name] for name in row if name in wanted} if needed <= row.keys() else row
+
+
 def _map_row(row: Row, mapping: dict[str, str | None], where: str, needs_solution: bool, mark: str | None) -> Row:
     needed = (*REQUIRED, "solution") if needs_solution else REQUIRED
     mapped = dict(row)
@@ -240,11 +259,10 @@ def _check_ids(rows: Iterable[Row], path: str) -> None:
         seen.add(row["id"])
 
 
-def _with_suffix(row: Row, suffix: str) -> Row:
+def _add_suffix(row: Row, suffix: str) -> None:
     solution = row.get("solution")
-    if not solution or "\\boxed{" in solution:
-        return row
-    return {**row, "solution": solution + suffix.replace("{answer}", row["answer"])}
+    if solution and "\\boxed{" not in solution:
+        row["solution"] = solution + suffix.replace("{answer}", row["answer"])
 
 
 def _no_such_file(path: Path) -> str:

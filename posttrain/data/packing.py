@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from posttrain.errors import DataError
 
@@ -32,6 +34,31 @@ class Packing:
     dropped: list[int]
     shortened: list[int]
     fill: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Packed rows {"input_ids" [T] int32, "labels" [T] int32, "seq_lengths" [S]}, each joined from its samples when asked for.
+
+    Only lengths decide what goes where, so that the tokens need no second copy in memory.
+    """
+
+    samples: Sequence[dict[str, Any]]
+    pieces: list[list[Piece]]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        pieces = self.pieces[row]
+        joined: dict[str, Any] = {
+            column: np.concatenate([self.samples[n][column][start:stop] for n, start, stop in pieces], dtype=np.int32)
+            for column in ("input_ids", "labels")
+        }
+        return {**joined, "seq_lengths": [stop - start for _, start, stop in pieces]}
 
 
 def pack(lengths: Sequence[int], max_length: int, *, seed: int = 0, epoch: int = 0, overlong: Overlong = "drop") -> Packing:
@@ -91,8 +118,8 @@ def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
 
 def pack_samples(
     samples: Sequence[dict[str, Any]], max_length: int, *, seed: int = 0, epoch: int = 0, overlong: Overlong = "drop"
-) -> list[dict[str, list[int]]]:
-    """Encoded samples -> packed rows {"input_ids" [T], "labels" [T], "seq_lengths" [S]}; the collator takes either.
+) -> PackedRows:
+    """Encoded samples {"input_ids" [T], "labels" [T]}, lists or arrays -> packed rows; the collator takes either.
 
     Raises:
         DataError: nothing is left to train on.
@@ -100,13 +127,4 @@ def pack_samples(
     packing = pack([len(sample["input_ids"]) for sample in samples], max_length, seed=seed, epoch=epoch, overlong=overlong)
     if not packing.rows:
         raise DataError(f"packing: none of {len(samples)} samples fits into max_length {max_length}; raise data.max_length")
-    return [_join(samples, row) for row in packing.rows]
-
-
-def _join(samples: Sequence[dict[str, Any]], row: list[Piece]) -> dict[str, list[int]]:
-    joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "seq_lengths": []}
-    for sample, start, stop in row:
-        joined["input_ids"].extend(samples[sample]["input_ids"][start:stop])
-        joined["labels"].extend(samples[sample]["labels"][start:stop])
-        joined["seq_lengths"].append(stop - start)
-    return joined
+    return PackedRows(samples=samples, pieces=packing.rows)

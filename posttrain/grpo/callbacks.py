@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
+from posttrain.runtime.checkpoints import agreed
 from posttrain.runtime.worker import WorkerContext
 
 # What the loop logs that is no metric of a step.
@@ -101,12 +100,3 @@ class RunCallback(TrainerCallback):
                 raise GenerationStopped
 
         return on_progress
-
-
-def agreed(stop: bool) -> bool:
-    """Rank 0's answer on every rank: all must leave the loop at the same step."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return stop
-    flag = torch.tensor([int(stop)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())

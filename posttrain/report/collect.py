@@ -27,7 +27,7 @@ CURVES = (
     ("grpo", "loss", "GRPO loss"),
     ("grpo", "grad_norm", "Gradient norm"),
     ("sft", "loss", "SFT loss"),
-    ("sft", "mean_token_accuracy", "SFT token accuracy"),
+    ("sft", "accuracy", "SFT token accuracy"),
     ("sft", "balance_loss", "SFT router balance loss"),
     ("sft", "learning_rate", "SFT learning rate"),
 )

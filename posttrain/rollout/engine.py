@@ -3,8 +3,8 @@
     step() = place restored -> prefill pieces -> fork -> decode (T = running) -> sample all rows at once -> append, finish
 
 What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed
-places, sampling is row by row, and the model gives a sequence the same bits alone or among others. Every step moves each running
-sequence by one token and costs one transfer to the host.
+places, sampling is row by row, and on a CPU the model gives a sequence the same bits alone or among others (a GPU's matrix
+products may differ in the last bits, so that a near-tie falls the other way). Every step moves each running sequence by one token.
 
     generator = Generator(model, eos_token_ids=[2], max_sequences=64, max_length=512)
     completions = generator.generate([Request(prompt_ids=[5, 9, 2], n=8, max_tokens=64, seed=17)])[0]
@@ -299,7 +299,7 @@ class Generator:
                 self.on_token(sequence.streamed(reason))
         self._scheduler.keep_running()
         for group in broken.values():
-            self._scheduler.remove(group)
+            self._cache.reset(self._scheduler.remove(group))  # attention multiplies a slot's stale rows by 0: no NaN may stay
         return list(broken)
 
     def _router_indices(self, sequence: Sequence) -> Tensor | None:

@@ -141,8 +141,9 @@ class Scheduler:
         """Drops the sequences that lost their slot from `running`."""
         self.running = [sequence for sequence in self.running if sequence.slot is not None]
 
-    def remove(self, group: Group) -> None:
-        """Forgets a group and everything it holds."""
+    def remove(self, group: Group) -> list[int]:
+        """Forgets a group and everything it holds; returns the slots that became free."""
+        held = [slot for slot in (group.slot, *(sequence.slot for sequence in group.started.values())) if slot is not None]
         self._drop_prompt(group)
         group.pending.clear()
         self.restoring = deque(sequence for sequence in self.restoring if sequence.group is not group)
@@ -151,6 +152,7 @@ class Scheduler:
         self.keep_running()
         self.groups.pop(group.request.id, None)
         self._rebuild_waiting()
+        return held
 
     def _drop_prompt(self, group: Group) -> None:
         if group.slot is not None:

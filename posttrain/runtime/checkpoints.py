@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -144,6 +145,15 @@ def _recognised_full_disk(path: Path) -> Iterator[None]:
 def several_ranks() -> bool:
     """Whether this process trains together with others."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agreed(stop: bool) -> bool:
+    """Rank 0's answer on every rank: all must leave the loop at the same step."""
+    if not several_ranks():
+        return stop
+    flag = torch.tensor([int(stop)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())
 
 
 def barrier() -> None:

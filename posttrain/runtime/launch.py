@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.config import Recipe
+from posttrain.config import Recipe, recipe_from_dict
 from posttrain.errors import PosttrainError
 from posttrain.runtime.session import gpus_per_worker
 
@@ -56,7 +56,9 @@ class ActorHandle:
             "max_task_retries": recipe.ray.max_failures,
         }
         self._actor: Any = ray.remote(**options)(StageActor).remote()
-        self._result = self._actor.run.remote(stage, recipe.model_dump(mode="json"), str(run_path), board, worker_threads(recipe))
+        self._result = self._actor.run.remote(
+            stage, recipe.model_dump(mode="json"), str(run_path), board, worker_threads(recipe), os.getcwd()
+        )
 
     def wait(self, seconds: float) -> bool:
         import ray
@@ -83,14 +85,14 @@ class ActorHandle:
 class StageActor:
     """Runs one stage function in a process of its own (as a Ray actor)."""
 
-    def run(self, stage: str, recipe: dict[str, Any], run_path: str, board: Any, threads: int) -> None:
+    def run(self, stage: str, recipe: dict[str, Any], run_path: str, board: Any, threads: int, folder: str) -> None:
         from posttrain.runtime.worker import setup
 
         seed = int(recipe.get("seed", 0))
-        context = setup(stage=stage, run_path=run_path, board=board, threads=threads, seed=seed)
+        context = setup(stage=stage, run_path=run_path, board=board, threads=threads, seed=seed, folder=folder)
         with context.outcome():
             context.report(0, 0, note="loading", force=True)
-            stage_function(stage)(Recipe.model_validate(recipe), Path(run_path), context)
+            stage_function(stage)(recipe_from_dict(recipe), Path(run_path), context)
 
 
 def stage_function(stage: str) -> Any:
@@ -132,6 +134,7 @@ class SftHandle:
                 "run_path": str(run_path),
                 "board": board,
                 "threads": worker_threads(recipe),
+                "folder": os.getcwd(),
             },
             scaling_config=ScalingConfig(num_workers=recipe.ray.num_workers, use_gpu=gpus > 0, resources_per_worker=resources),
             # No checkpoint is reported to Ray Train: those in the run folder are the truth, and every start looks there.
@@ -170,8 +173,7 @@ def sft_worker(config: dict[str, Any]) -> None:
 
     ranks = ray.train.get_context()
     rank, world_size = ranks.get_world_rank(), ranks.get_world_size()
-    recipe = Recipe.model_validate(config["recipe"])
-    if world_size == 1 and recipe.deepspeed is None:
+    if world_size == 1 and config["recipe"].get("deepspeed") is None:
         # A group of one would be wrapped in DistributedDataParallel, which copies every gradient for nothing.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"):
             os.environ.pop(name, None)
@@ -180,10 +182,12 @@ def sft_worker(config: dict[str, Any]) -> None:
         run_path=config["run_path"],
         board=config["board"],
         threads=config["threads"],
-        seed=recipe.seed,
+        seed=int(config["recipe"].get("seed", 0)),
         rank=rank,
         world_size=world_size,
+        folder=config["folder"],
     )
+    context.begin()
     with context.outcome(reraise=True):
         context.report(0, 0, note="loading", force=True)
-        stage_function("sft")(recipe, Path(config["run_path"]), context)
+        stage_function("sft")(recipe_from_dict(config["recipe"]), Path(config["run_path"]), context)

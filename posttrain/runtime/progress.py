@@ -57,6 +57,10 @@ class ProgressBoard:
     def stop_requested(self) -> bool:
         return self._stop
 
+    def begin(self, stage: str) -> None:
+        """A new attempt at a stage: how the last one ended no longer counts."""
+        self._outcomes.pop(stage, None)
+
     def finish(self, stage: str, outcome: Outcome) -> None:
         """Record how a stage ended. The first failure stays: those of other ranks follow from it."""
         if stage not in self._outcomes or self._outcomes[stage].kind != "failed":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 from posttrain.config import RayConfig
 from posttrain.errors import ConfigError
 from posttrain.runtime.progress import ProgressBoard
-from posttrain.runtime.worker import QUIET_ENVIRONMENT
+from posttrain.runtime.worker import WORKER_ENVIRONMENT
 
 # The store holds only small messages so far; Ray's default is 30% of the memory.
 OBJECT_STORE_MB = 200
@@ -49,7 +50,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         return
     address = config.address or os.environ.get("RAY_ADDRESS")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "posttrain"}
-    workers_environment = {**QUIET_ENVIRONMENT, **config.env}
+    workers_environment = {**WORKER_ENVIRONMENT, **config.env}
     if address:
         try:
             ray.init(address=address, runtime_env={"env_vars": workers_environment}, **common)
@@ -93,7 +94,7 @@ def _local_cpus(config: RayConfig) -> int:
     """A small machine runs a bigger recipe slowly, rather than waiting for ever for cores that it does not have."""
     if config.num_cpus is not None:
         return config.num_cpus
-    return max(os.cpu_count() or 1, round(config.num_workers * config.cpus_per_worker + 0.5))
+    return max(os.cpu_count() or 1, math.ceil(config.num_workers * config.cpus_per_worker))
 
 
 def _package_root() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import Recipe
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, RunFolderError
 from posttrain.run_folder import RunFolder
 from posttrain.runtime.launch import POLL_SECONDS, StageHandle, launch
 from posttrain.runtime.progress import Bar, Outcome, Report
@@ -38,8 +38,15 @@ def run_stages(recipe: Recipe, stages: list[str], *, resume: bool) -> int:
     Raises:
         PosttrainError: bad input, or a stage that failed; nothing that was finished is lost.
     """
+    if stages == ["report"]:
+        # It only reads the run: it works beside a running stage, and after an interrupted one.
+        run = RunFolder(recipe.run_dir)
+        if not (run.path / "config.yaml").is_file():
+            raise RunFolderError(f"{run.path} is no run folder (it has no config.yaml): there is nothing to report yet")
+        _summary(run, _report(run))
+        return 0
     try:
-        with RunFolder.open(recipe, resume=resume) as run:
+        with RunFolder.open(recipe, resume=resume, stages=stages) as run:
             return _run(recipe, stages, run)
     except KeyboardInterrupt:
         print("\ninterrupted; --resume continues", file=sys.stderr)
@@ -62,15 +69,17 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
                 if stopped_by is not None:
                     print(f"{stage} stopped; --resume continues", file=sys.stderr)
                     return EXIT_CODES[stopped_by]
-    if "report" in stages:
-        from posttrain.report import write_report
-
-        report = write_report(run.path)
+    report = _report(run) if "report" in stages else None
+    if report is not None:
         run.mark_done("report")
-    else:
-        report = None
     _summary(run, report)
     return 0
+
+
+def _report(run: RunFolder) -> Path:
+    from posttrain.report import write_report
+
+    return write_report(run.path)
 
 
 def run_stage(stage: str, recipe: Recipe, run: RunFolder, board: Any) -> signal.Signals | None:

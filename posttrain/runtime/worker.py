@@ -21,16 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, RunFolderError
+from posttrain.run_folder import is_disk_full
 from posttrain.runtime.progress import Outcome
 
 REPORT_SECONDS = 0.2
-QUIET_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "warning",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Threads that wait for each other by spinning cost a shared machine 8x the time (measured: decoding a small model, two threads).
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 logger = logging.getLogger(__name__)
@@ -68,28 +71,35 @@ class WorkerContext:
         last = total > 0 and step >= total
         if self.board is None or self.rank != 0 or (now - self._sent_at < REPORT_SECONDS and not last and not force):
             return
-        self._collect(wait=False)
+        self._collect()
         self._sent_at = now
         self._answer = self.board.report.remote(self.stage, step, total, metrics, note)
 
     def stop_requested(self) -> bool:
         """Whether the user pressed Ctrl-C. Rank 0 alone knows: distributed stages broadcast it, so that all stop together."""
-        self._collect(wait=False)
+        self._collect()
         if self.board is not None and not self._stop and time.monotonic() - self._sent_at >= 2 * REPORT_SECONDS:
             # Nothing was reported for a while (a long step): ask.
             self._sent_at = time.monotonic()
             self._answer = self.board.stop_requested.remote()
         return self._stop
 
-    def _collect(self, *, wait: bool) -> None:
+    def _collect(self) -> None:
         if self._answer is None:
             return
         import ray
 
-        ready, _ = ray.wait([self._answer], timeout=None if wait else 0)
+        ready, _ = ray.wait([self._answer], timeout=0)
         if ready:
             self._stop = self._stop or bool(ray.get(self._answer))
             self._answer = None
+
+    def begin(self) -> None:
+        """Say that this is a new attempt, so that the failure of the last one is not taken for this one's."""
+        if self.board is not None and self.rank == 0:
+            import ray
+
+            ray.get(self.board.begin.remote(self.stage))
 
     @contextlib.contextmanager
     def outcome(self, *, reraise: bool = False) -> Iterator[None]:
@@ -103,6 +113,11 @@ class WorkerContext:
             self._finish(Outcome(kind="stopped", message=str(stopped)))
         except Exception as error:  # every failure is reported to the driver, which ends the run with it
             logger.exception("stage %s failed on rank %d", self.stage, self.rank)
+            if is_disk_full(error):
+                error = RunFolderError(
+                    f"{self.stage}: no space left on the disk ({error}); the checkpoints that were saved are whole. "
+                    "Free some space and continue with --resume"
+                )
             known = isinstance(error, PosttrainError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
             self._finish(Outcome(kind="failed", message=message, exit_code=error.exit_code if known else 1))
@@ -129,13 +144,19 @@ def setup(
     rank: int = 0,
     world_size: int = 1,
     redirect: bool | None = None,
+    folder: str | None = None,
 ) -> WorkerContext:
     """Prepare this process: threads, seeds, quiet libraries, log file `run_path/logs/<stage>.log`.
 
-    `redirect` sends stdout and stderr of the process to the log file (default: inside Ray), so that nothing breaks the bar.
+    Args:
+        redirect: send stdout and stderr of the process to the log file (default: inside Ray), so that nothing breaks the bar.
+        folder: the driver's working folder. Workers of a cluster that ran before start elsewhere, and the relative paths of a
+            recipe must mean the same on both sides; a folder that this machine lacks is passed over.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     run_path = Path(run_path)
+    if folder is not None and os.path.isdir(folder):
+        os.chdir(folder)
     if board is not None if redirect is None else redirect:
         _redirect_output(run_path / "logs" / (f"{stage}.log" if rank == 0 else f"{stage}-{rank}.log"))
     quiet()
@@ -149,7 +170,7 @@ def setup(
 
 def quiet() -> None:
     """Keep Hugging Face's libraries from drawing bars of their own and from calling home."""
-    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()})
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

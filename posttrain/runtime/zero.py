@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from posttrain.config import DeepSpeedConfig
+from posttrain.config.loading import merge
 from posttrain.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ def deepspeed_settings(config: DeepSpeedConfig, *, bf16: bool) -> dict[str, Any]
         "bf16": {"enabled": bf16},
         "fp16": {"enabled": False},
     }
-    return _merged(settings, config.config)
+    return merge(settings, config.config)
 
 
 def trainer_arguments(config: DeepSpeedConfig | None, *, bf16: bool, cuda: bool) -> dict[str, Any]:
@@ -60,11 +61,3 @@ def trainer_arguments(config: DeepSpeedConfig | None, *, bf16: bool, cuda: bool)
 
     PartialState(backend="gloo")
     return {"use_cpu": False, "accelerator_config": {"use_configured_state": True}, "deepspeed": settings}
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return result

@@ -7,8 +7,9 @@ kept and dropped. Which samples share a row is fixed for the run; their order is
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError
@@ -40,16 +41,19 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
     return summary(json.loads((folder / "info.json").read_text(encoding="utf-8")))
 
 
-def write_rows(run: RunFolder, rows: Sequence[dict[str, list[int]]], info: dict[str, Any]) -> None:
-    """Write packed rows and the account of them as data/sft/."""
+def write_rows(run: RunFolder, rows: Iterable[Mapping[str, Any]], info: dict[str, Any]) -> None:
+    """Write packed rows and the account of them as data/sft/; of `rows`, no more than a batch is held here."""
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in COLUMNS])
+    count = tokens = 0
     with atomic_directory(run.path / "data" / "sft") as folder:
         with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             for batch in _batches(rows):
                 stream.write_batch(pa.record_batch([[row[name] for row in batch] for name in COLUMNS], schema=schema))
-        account = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows), **info}
+                count += len(batch)
+                tokens += sum(len(row["input_ids"]) for row in batch)
+        account = {"rows": count, "tokens": tokens, **info}
         (folder / "info.json").write_text(json.dumps(account, indent=2, default=str), encoding="utf-8")
 
 
@@ -75,6 +79,7 @@ def summary(info: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _batches(rows: Sequence[dict[str, list[int]]]) -> Iterable[Sequence[dict[str, list[int]]]]:
-    for start in range(0, len(rows), ROWS_PER_BATCH):
-        yield rows[start : start + ROWS_PER_BATCH]
+def _batches(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    left = iter(rows)
+    while batch := list(itertools.islice(left, ROWS_PER_BATCH)):
+        yield batch

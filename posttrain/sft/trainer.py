@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from posttrain.balance import last_balance_loss
 from posttrain.data.collate import collate
-from posttrain.runtime.checkpoints import AtomicCheckpoints, several_ranks
+from posttrain.runtime.checkpoints import AtomicCheckpoints, agreed
 from posttrain.runtime.worker import WorkerContext
 
 METRIC_NAMES = {
@@ -127,13 +126,3 @@ class RunFolderCallback(TrainerCallback):
         self._append(state.global_step, metrics)
         shown = {"loss": "loss", "accuracy": "accuracy", "tokens_per_second": "tokens/s"}
         self._shown |= {label: metrics[name] for name, label in shown.items() if name in metrics}
-
-
-def agreed(stop: bool) -> bool:
-    """Rank 0's answer on every rank: all must leave the loop at the same step."""
-    if not several_ranks():
-        return stop
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    flag = torch.tensor([int(stop)], device=device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())

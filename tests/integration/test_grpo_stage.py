@@ -75,23 +75,24 @@ class Context(WorkerContext):
     """Asks to stop when its step is reached."""
 
     stop_at: int | None = None
+    while_generating: bool = False
     now: int = 0
-    inside_generation: bool = False
+    generating: bool = False
 
     def report(self, step: int, total: int, *, note: str = "", force: bool = False, **metrics: float) -> None:
         self.now = step
-        self.inside_generation = note.startswith("generating")
+        self.generating = note.startswith("generating")
 
     def stop_requested(self) -> bool:
-        return self.stop_at is not None and self.now >= self.stop_at
+        return self.stop_at is not None and self.now >= self.stop_at and (self.generating or not self.while_generating)
 
 
-def run(given: Recipe, stop_at: int | None = None) -> RunFolder:
+def run(given: Recipe, stop_at: int | None = None, *, while_generating: bool = False) -> RunFolder:
     folder = RunFolder(given.run_dir)
     folder.path.mkdir(parents=True, exist_ok=True)
     ensure_base(given, folder)
     context = Context(stage="grpo", run_path=folder.path)
-    context.stop_at = stop_at
+    context.stop_at, context.while_generating = stop_at, while_generating
     train(given, folder.path, context)
     return folder
 
@@ -129,6 +130,21 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(tmp_path: Path, stop_at: i
     assert all(torch.equal(a[name], b[name]) for name in a)
     wanted = ("step", "loss", "reward", "grad_norm", "entropy", "tokens")
     pick = lambda of: [[line[name] for name in wanted] for line in of.read_metrics("grpo")]  # noqa: E731
+    assert pick(folder) == pick(straight)
+
+
+def test_stop_while_generating_saves_the_step_before_and_resumes_exactly(tmp_path: Path) -> None:
+    """Most of a step is generation, so this is where Ctrl-C falls; no checkpoint was due there."""
+    options = {**GRPO, "save_steps": 50}
+    straight = run(recipe(tmp_path / "straight", grpo=options))
+    given = recipe(tmp_path / "stopped", grpo=options)
+    with pytest.raises(StageStopped, match="after step 2"):
+        run(given, stop_at=2, while_generating=True)
+    assert [path.name for path in (tmp_path / "stopped" / "grpo").iterdir()] == ["checkpoint-2"]
+    folder = run(given)
+    a, b = weights(straight), weights(folder)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    pick = lambda of: [[line[name] for name in ("step", "loss", "reward", "tokens")] for line in of.read_metrics("grpo")]  # noqa: E731
     assert pick(folder) == pick(straight)
 
 

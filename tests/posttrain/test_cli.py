@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from posttrain import cli
 from posttrain.errors import ConfigError, PosttrainError
@@ -187,6 +188,26 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "the main job cannot run here: trl" in out
     assert 'pip install "trl' in out
     assert "4.0, outside" in out
+
+
+def test_doctor_asks_for_what_the_package_does(root: Path) -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    from posttrain.doctor import PACKAGES
+
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    wanted = {}
+    for requirement in map(Requirement, listed):
+        wanted.setdefault(requirement.name, []).append(requirement.specifier)
+    for package in PACKAGES:
+        if package.name == "triton":
+            continue  # torch brings it along
+        samples = [f"{major}.{minor}.{patch}" for major in range(8) for minor in range(70) for patch in (0, 5)]
+        ours = set(SpecifierSet(package.versions).filter(samples))
+        assert ours == set(wanted[package.name][0].filter(samples)), package.name
 
 
 def test_doctor_knows_bad_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

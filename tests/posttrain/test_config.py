@@ -74,6 +74,15 @@ def test_resolved_recipe_reads_back_to_itself(write) -> None:
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
 
 
+def test_the_runs_seed_draws_training_problems_and_never_evaluation_problems(write) -> None:
+    one, other = load(write, "seed=1"), load(write, "seed=2")
+    assert one.data.train is not None and one.data.train.seed is None
+    assert one.eval.suites["held"].source() == other.eval.suites["held"].source()
+    for extra in ([], ["eval.suites.held={path: a.jsonl}"], ["eval.suites.held={hub: org/set}"]):
+        assert load(write, *extra).eval.suites["held"].source().seed == 0
+    assert load(write, "eval.suites.held.data_seed=5").eval.suites["held"].source().seed == 5
+
+
 def test_overrides(write) -> None:
     recipe = load(
         write, "trainer.learning_rate=1e-4", "eval.suites.held.limit=3", "rollout.stop=['###', x]", "deepspeed.stage=1", "seed=7"
@@ -133,6 +142,8 @@ def test_typo_names_the_nearest(write, override: str, said: str) -> None:
         ("grpo.vllm_mode=server", "own generator"),
         ("grpo.mask_truncated_completions=true", "truncated_completions"),
         ("grpo.reward_weights=[1]", "reward.functions"),
+        ("grpo.sync_ref_model=true", "could not be resumed"),
+        ("grpo.log_completions=true", "rollouts/"),
     ],
 )
 def test_owned_arguments_say_why(write, override: str, said: str) -> None:
@@ -286,6 +297,15 @@ def test_suites_as_sources(write) -> None:
     assert (held.kind, held.split, held.limit) == ("arithmetic", "eval", 10)
     assert (local.kind, local.path, local.limit, local.columns.problem) == ("jsonl", "test.jsonl", 50, "problem")
     assert (hub.kind, hub.path, hub.split) == ("hub", "a/b", "validation")
+
+
+def test_a_column_can_be_switched_off(write, tmp_path: Path) -> None:
+    from posttrain.data.load import load_source
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"id": 7, "problem": "1+1", "answer": "2"}\n{"id": 7, "problem": "1+2", "answer": "3"}\n')
+    recipe = load(write, f"data.train={{kind: jsonl, path: {file}, columns: {{id: null}}}}")
+    assert [row["id"] for row in load_source(recipe.data.train)] == ["rows.jsonl-000000", "rows.jsonl-000001"]
 
 
 def test_arithmetic_defaults_are_the_generators() -> None:

@@ -78,6 +78,26 @@ def test_recipe_objects(tmp_path):
     assert load_source(config.DataSource(kind="arithmetic", limit=3))[2]["source"] == "arithmetic"
 
 
+def test_sft_keeps_no_columns_that_it_does_not_read(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{**row, "ok": True, "messages": ["m"] * 9, "level": 1} for row in ROWS])
+    rows = load_source(source(path, filters={"correct_column": "ok"}), needs_solution=True)
+    assert {tuple(sorted(row)) for row in rows} == {("answer", "id", "level", "ok", "problem", "solution", "source")}
+    assert "messages" in load_source(source(path))[0]
+    for wrong in ({"filters": {"correct_column": "okay"}}, {"columns": {"level": "lvl"}}, {"columns": {"solution": "message"}}):
+        with pytest.raises(DataError, match="it has: problem, answer, solution, ok, messages, level"):
+            load_source(source(path, **wrong), needs_solution=True)
+
+
+def test_the_runs_seed_is_used_where_the_source_has_none():
+    config = pytest.importorskip("posttrain.config")
+
+    def problems(seed, own=None):
+        return [row["problem"] for row in load_source(config.DataSource(kind="arithmetic", limit=5, seed=own), seed=seed)]
+
+    assert problems(1) == problems(1) != problems(2)
+    assert problems(1, own=3) == problems(2, own=3) == problems(3)
+
+
 def test_hub_source_streams(monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = {}
@@ -139,8 +159,10 @@ def test_bad_rows_are_named(tmp_path, text, message):
 
 def test_unreadable_files(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
+    whole = gzip.compress(b'{"problem": "1+1", "answer": "2"}\n' * 50, mtime=0)
+    (tmp_path / "damaged.jsonl.gz").write_bytes(whole[:12] + b"\xff\xff\xff\xff" + whole[16:])
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\n")
-    for name in ("a.jsonl.gz", "b.jsonl"):
+    for name in ("a.jsonl.gz", "damaged.jsonl.gz", "b.jsonl"):
         with pytest.raises(DataError, match=rf"{name}:1: cannot be read"):
             load_source(source(tmp_path / name))
 

@@ -1,12 +1,16 @@
 """The whole way from a data section to ids, and its report."""
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
+from posttrain.data import chat
+from posttrain.data.packing import pack, pack_samples
 from posttrain.data.prepare import encode_prompts, evaluation_problems, prepare_prompts, prepare_sft
 from posttrain.data.tokenizer import arithmetic_tokenizer
 from posttrain.errors import ConfigError, DataError
@@ -52,6 +56,72 @@ def test_sft(tokenizer, tmp_path):
     assert report["tokens"] == sum(len(row["input_ids"]) for row in prepared.rows)
     with pytest.raises(DataError, match=r"no rows are left.*above max_length 3: 6"):
         prepare_sft(section(train, max_length=3), tokenizer)
+
+
+def traces(path, count, length):
+    """`count` rows whose solutions have about `length` tokens, no two the same."""
+    digits = [str((row * 7919 + at) % 9973) for row in range(count) for at in range(0, length, 4)]
+    size = len(digits) // count
+    return write(
+        path,
+        (
+            {"id": str(row), "problem": f"{row}+1=?", "answer": "1", "solution": " ".join(digits[row * size : (row + 1) * size])}
+            for row in range(count)
+        ),
+    )
+
+
+def test_samples_are_the_single_rows_and_packed_rows_their_joins(tokenizer, tmp_path):
+    data = section(SimpleNamespace(kind="jsonl", path=traces(tmp_path / "rows.jsonl", 30, 50)), max_length=1000)
+    samples = prepare_sft(data, tokenizer).rows
+    assert all(sample[name].dtype == np.int32 for sample in samples for name in ("input_ids", "labels"))
+    given = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    single = [chat.encode_sft(tokenizer, row, data) for row in given]
+    assert [{name: sample[name].tolist() for name in single[0]} for sample in samples] == single
+    for overlong, width in (("drop", 200), ("truncate", 30), ("split", 30)):
+        packed = list(pack_samples(samples, width, seed=3, overlong=overlong))
+        assert len(packed) == len(pack_samples(samples, width, seed=3, overlong=overlong)) > 1
+        lengths = [len(sample["input_ids"]) for sample in single]
+        for row, pieces in zip(packed, pack(lengths, width, seed=3, overlong=overlong).rows, strict=True):
+            for name in single[0]:
+                assert row[name].tolist() == [token for n, start, stop in pieces for token in single[n][name][start:stop]]
+            assert row["seq_lengths"] == [stop - start for _, start, stop in pieces]
+
+
+def test_long_traces_make_small_batches(tokenizer, monkeypatch):
+    sizes = []
+    encode = chat._encode_batch
+    monkeypatch.setattr(chat, "_encode_batch", lambda *args: sizes.append(len(args[1])) or encode(*args))
+    monkeypatch.setattr(chat, "BATCH", 3)
+    monkeypatch.setattr(chat, "BATCH_CHARACTERS", 20)
+    lengths = [1, 1, 1, 1, 25, 1, 10, 10, 1]
+    samples = list(chat.iter_sft(tokenizer, ({"problem": "1", "solution": "2" * length} for length in lengths)))
+    assert sizes == [3, 2, 3, 1]
+    assert [sum(label != -100 for label in sample["labels"]) - 1 for sample in samples] == lengths
+
+
+def test_memory_is_bounded(tokenizer, tmp_path, monkeypatch):
+    """From the file to the packed rows on disk: 8 bytes a token for ids and labels, the text, and what one batch takes."""
+    run_folder, dataset = pytest.importorskip("posttrain.run_folder"), pytest.importorskip("posttrain.sft.dataset")
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(chat, "BATCH_CHARACTERS", 10_000)
+    monkeypatch.setattr(dataset, "ROWS_PER_BATCH", 2)
+    peaks = {}
+    for count in (20, 100, 300):
+        data = section(SimpleNamespace(kind="jsonl", path=traces(tmp_path / "rows.jsonl", count, 1500)), max_length=4096)
+        run = run_folder.RunFolder(tmp_path / f"run-{count}")
+        run.path.mkdir()
+        tracemalloc.start()
+        try:
+            prepared = prepare_sft(data, tokenizer)
+            dataset.write_rows(run, pack_samples(prepared.rows, 4096), prepared.report)
+            peaks[count] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        tokens = prepared.report["tokens"]
+        assert sum(len(row["input_ids"]) for row in dataset.load_rows(run)) == tokens > count * 1500
+    # The first round pays for imports; between the others only the number of rows differs.
+    assert (peaks[300] - peaks[100]) / (tokens * 200 / 300) < 12
 
 
 def test_prompts(tokenizer, tmp_path):

@@ -63,6 +63,17 @@ def test_report_holds_curves_and_samples(tmp_path):
     assert data["eval_samples"][0]["model"] == "base"
 
 
+def test_every_curve_is_a_metric_that_its_stage_writes():
+    from posttrain.grpo.callbacks import METRIC_NAMES as GRPO
+    from posttrain.report.collect import CURVES
+    from posttrain.sft.trainer import METRIC_NAMES as SFT
+
+    # The rest of GRPO's keep the names under which TRL and the scorer log them.
+    same = {"reward", "accuracy", "entropy", "kl", "loss", "grad_norm"}
+    known = {"sft": set(SFT.values()), "grpo": set(GRPO.values()) | same}
+    assert [(stage, metric) for stage, metric, _ in CURVES if metric not in known[stage]] == []
+
+
 def test_completions_cannot_script_the_page(tmp_path):
     fill(tmp_path)
     page = write_report(tmp_path).read_text()

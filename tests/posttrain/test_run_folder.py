@@ -86,6 +86,7 @@ def test_folder_of_another_recipe(recipe) -> None:
         "trainer.max_steps=9",
         "stages=[sft, report]",
         "rollout.max_sequences=2",
+        "reward.workers=3",
         "description=x",
     ],
 )
@@ -128,6 +129,7 @@ def test_unfinished_stage_needs_resume(recipe) -> None:
         (run.stage_dir("sft") / "checkpoint-5").mkdir()
     with pytest.raises(RunFolderError, match=r"unfinished stage \(sft\).*--resume"):
         RunFolder.open(recipe(), resume=False)
+    RunFolder.open(recipe(), resume=False, stages=["eval"]).close()
     with RunFolder.open(recipe(), resume=True) as run:
         run.mark_done("sft", steps=10)
         assert run.stage_done("sft")

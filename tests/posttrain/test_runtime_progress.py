@@ -35,6 +35,9 @@ def test_the_first_failure_stays():
     board.finish("sft", Outcome(kind="done"))
     assert board.outcome("sft") == Outcome(kind="failed", message="the cause")
     assert board.outcome("grpo") is None
+    board.begin("sft")  # Ray Train starts all ranks again
+    board.finish("sft", Outcome(kind="done"))
+    assert board.outcome("sft") == Outcome(kind="done")
 
 
 def test_terminal_bar_overwrites_its_line_and_estimates_the_rest_without_the_start_up():

@@ -75,6 +75,18 @@ def test_a_refused_run_can_be_started_again_without_resume(tmp_path, nothing_hea
             run_stages(recipe(tmp_path, max_length=4), ["sft"], resume=False)
 
 
+def test_a_report_of_a_run_that_is_going_on_or_was_interrupted(tmp_path, nothing_heavy, capsys):
+    made = recipe(tmp_path)
+    with pytest.raises(PosttrainError, match="nothing to report yet"):
+        run_stages(made, ["report"], resume=False)
+    with RunFolder.open(made, resume=False) as run:
+        run.append_metrics("sft", 1, {"loss": 2.0})
+        (run.stage_dir("sft") / "checkpoint-1").mkdir()
+        assert run_stages(made, ["report"], resume=False) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert (run.path / "report.html").is_file() and not run.stage_done("report")
+
+
 class Handle:
     """A stage that ends after some polls, or when killed."""
 

@@ -1,5 +1,6 @@
 """What a worker tells the driver, and how failures are put into words."""
 
+import errno
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ class Handle:
     """A Ray actor handle without Ray."""
 
     def __init__(self, board):
-        for name in ("report", "finish", "stop_requested"):
+        for name in ("report", "begin", "finish", "stop_requested"):
             setattr(self, name, Method(getattr(board, name)))
 
 
@@ -75,6 +76,13 @@ def test_outcomes(board, tmp_path):
     assert (outcome.kind, outcome.message, outcome.exit_code) == ("failed", "train.jsonl: no rows", 2)
 
     board._outcomes.clear()
+    with worker.outcome():
+        raise OSError(errno.ENOSPC, "No space left on device", "rollouts/step-000003.parquet")
+    outcome = board.outcome("sft")
+    assert "no space left" in outcome.message and "--resume" in outcome.message and outcome.exit_code == 2
+
+    worker.begin()
+    assert board.outcome("sft") is None
     with pytest.raises(ZeroDivisionError), worker.outcome(reraise=True):
         raise ZeroDivisionError("division by zero")
     outcome = board.outcome("sft")
@@ -104,8 +112,13 @@ def test_setup_fixes_threads_and_seed_and_sends_output_to_the_log(tmp_path):
     code = f"""
 import os
 from posttrain.runtime.worker import setup
-context = setup(stage="grpo", run_path={str(tmp_path)!r}, threads=2, seed=5, redirect=True)
+context = setup(stage="grpo", run_path={str(tmp_path)!r}, threads=2, seed=5, redirect=True,
+                folder={str(tmp_path)!r})
 import torch, logging
+print("standing in", os.getcwd())
+setup(stage="grpo", run_path={str(tmp_path)!r}, folder="/not/on/this/machine")
+torch.set_num_threads(2)
+torch.manual_seed(5)
 print("printed", torch.get_num_threads(), torch.initial_seed(), os.environ["HF_HUB_DISABLE_TELEMETRY"])
 os.system("echo from a child")
 logging.getLogger("x").warning("logged")
@@ -115,4 +128,5 @@ logging.getLogger("x").warning("logged")
     log = (tmp_path / "logs" / "grpo.log").read_text()
     assert "printed 2 5 1" in log
     assert "from a child" in log
+    assert f"standing in {tmp_path}" in log
     assert "WARNING x: logged" in log

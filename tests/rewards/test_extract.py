@@ -39,6 +39,8 @@ def test_boxed(output, answer):
         ("12 * 6 is\n#### 72", "72"),
         ("The answer is 72.", "72"),
         ("The answer is 72, because 6 * 12 is", "72"),
+        ("The answer is 72, in total", "72"),
+        ("The answer is 72<|end|>", "72"),
         ("We get 3.\nAnswer: -4.5", "-4.5"),
         ("Answer:\n81", "81"),
         ("so <<6*7=42>>42 dollars\nA: 42", "42"),
