@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.checks import Inputs, without_autocast
 from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated, writes_gated
 from posttrain.kernels.sse.plan import ChunkPlan, build_plan
 
@@ -95,6 +95,11 @@ class GDNScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dboundary, du, dfinal):
+        with without_autocast(du):
+            return GDNScan._backward(ctx, dboundary, du, dfinal)
+
+    @staticmethod
+    def _backward(ctx, dboundary, du, dfinal):
         d, kd, w, boundary, u = ctx.saved_tensors
         dstate = dfinal.index_select(0, ctx.plan.order)
         du = du.clone()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import EvalConfig, Recipe, SuiteConfig
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import CheckpointError, ConfigError, DataError
 from posttrain.evaluation.samples import Sample, SampleFile
 from posttrain.evaluation.suites import load_problems
 from posttrain.evaluation.table import Row, score
@@ -168,7 +168,14 @@ class ModelSampler:
         from posttrain.data.tokenizer import eos_token_ids
         from posttrain.rollout import Generator
 
-        longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+        most = max(requests, key=lambda request: len(request.prompt_ids) + request.max_tokens)
+        longest = len(most.prompt_ids) + most.max_tokens
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and longest > context:
+            raise DataError(
+                f"row {most.id}: its prompt of {len(most.prompt_ids)} tokens and max_tokens {most.max_tokens} make {longest}, "
+                f"above the model's context of {context} (max_position_embeddings); lower eval.max_tokens"
+            )
         return Generator(
             self.model,
             eos_token_ids=eos_token_ids(self.tokenizer, self.model),

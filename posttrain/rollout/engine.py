@@ -4,7 +4,7 @@
 
 What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed
 places, sampling is row by row, and on a CPU the model gives a sequence the same bits alone or among others (a GPU's matrix
-products may differ in the last bits, so that a near-tie falls the other way). Every step moves each running sequence by one token.
+products may differ in the last bits, so a near-tie may fall the other way). Every step moves each running sequence by one token.
 
     generator = Generator(model, eos_token_ids=[2], max_sequences=64, max_length=512)
     completions = generator.generate([Request(prompt_ids=[5, 9, 2], n=8, max_tokens=64, seed=17)])[0]

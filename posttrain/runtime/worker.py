@@ -32,7 +32,7 @@ WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "warning",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Threads that wait for each other by spinning cost a shared machine 8x the time (measured: decoding a small model, two threads).
+    # Two threads that spin while they wait for each other take 8 times as long on a busy machine (measured: decoding).
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 

@@ -187,3 +187,25 @@ def test_only_the_named_slots_change():
     extend(case, tensors, options, state, [0, 3], [(0, 4), (0, 4)])
     extend(case, tensors, options, state, [0, 3], [(4, 5), (4, 5)])
     assert all(torch.equal(a, before[n]) for n, a in state.export(1).items())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_autocast_changes_nothing(transition, strict):
+    case = Case(lengths=(37, 40), routed=2, transition=transition, initial=False)
+    pieces = decode_all(case, [14, 17])
+    plain = run_in_pieces(case, pieces, strict=strict)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = run_in_pieces(case, pieces, strict=strict)
+    assert torch.equal(plain[1], mixed[1])
+    assert torch.equal(plain[3].boundary, mixed[3].boundary)
+
+
+def test_slots_from_the_host_are_checked_wherever_the_state_lies():
+    """Meta tensors stand in for a GPU: nothing can be read back from them."""
+    state = ChunkState.allocate(3, 2, 1, 4, 4, 4, device="meta")
+    for call in (lambda: state.reset([3]), lambda: state.fork(0, [1, -1]), lambda: state.fork(5, [0]), lambda: state.export(3)):
+        with pytest.raises(ValueError, match=r"slots must lie in \[0, 3\)"):
+            call()
+    state.reset([0, 2])
+    state.fork(1, [0, 2])

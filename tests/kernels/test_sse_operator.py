@@ -149,3 +149,47 @@ def test_without_host_knowledge_the_grid_is_the_same(transition, decay, monkeypa
     monkeypatch.setattr(module, "build_plan", lambda *a, **k: plan.build_plan(*a, **k, exact=False))
     monkeypatch.setattr(chunked, "unsafe_matrices", lambda safe: slice(None))
     assert_close(run(case, torch.float32, "torch"), {n: a.double() for n, a in expected.items()}, 2e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", ["many", "strong decay"])
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_autocast_changes_nothing(transition, name, backend):
+    """Mixed-precision training calls the operator with half-precision products allowed; a state must not be made of them."""
+    case = replace(CASES[name], transition=transition)
+    tensors, options = make_case(case)
+    operator = sse if transition == "gla" else sse_gdn
+
+    def call(enabled: bool):
+        leaves = [tensors[n].clone().requires_grad_() for n in case.names]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o, final = operator(
+                *leaves, tensors["weight"], tensors["index"], initial_state=tensors["initial_state"], backend=backend, **options
+            )
+        return o, final, *torch.autograd.grad(o.square().sum() + final.sum(), leaves)
+
+    for plain, mixed in zip(call(False), call(True), strict=True):
+        assert mixed.dtype == torch.float32
+        assert torch.equal(plain, mixed)
+
+
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_a_backward_pass_under_autocast_works(transition):
+    case = replace(CASES["many"], transition=transition)
+    tensors, options = make_case(case)
+    operator = sse if transition == "gla" else sse_gdn
+    leaves = [tensors[n].requires_grad_() for n in case.names]
+    total = operator(*leaves, tensors["weight"], tensors["index"], **options)[0].square().sum()
+    want = torch.autograd.grad(total, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(total, leaves)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 2e-2 * b.abs().max()
+
+
+def test_every_tensor_must_be_on_one_device():
+    case = Case(lengths=(5,), per_route=True)
+    tensors, options = make_case(case)
+    positional = [tensors[n] for n in (*case.names, "weight", "index")]
+    with pytest.raises(ValueError, match="v2 is on meta, but v is on cpu"):
+        sse(*positional, v2=tensors["v2"].to("meta"), **options)

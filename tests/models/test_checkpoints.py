@@ -136,3 +136,13 @@ def test_recipe_fields():
         new_model({"num_selected": 9}, seed=0)
     with pytest.raises(ConfigError, match="model configuration"):
         make_config({"eos_token_id": "x"})
+
+
+def test_new_model_seeds_no_gpu(make_model, monkeypatch):
+    """The states of GPUs are not put back afterwards, so they must not be touched."""
+
+    def refuse(*_):
+        raise AssertionError("a GPU was seeded")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    make_model(seed=3)

@@ -157,3 +157,42 @@ def test_kv_pool_grows_in_steps(make_model, make_ids):
         assert cache.states[0].keys.shape[2] == 128
         model(s[None, 100:], past_key_values=cache)
     assert cache.states[0].keys.shape[2] == 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_under_autocast(make_model, make_ids, kind):
+    """Half-precision projections meet the pools of a float32 model, in prefill, in pieces and token by token."""
+    model = make_model(kind, initializer_range=0.05)
+    sequences = make_ids([30, 41])
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            want = [model(s[None]).logits[0] for s in sequences]
+        pieces = [[9, 12] + [1] * (len(s) - 21) for s in sequences]
+        got = run_pieces(model, SlotCache(model.config, 2), [1, 0], sequences, pieces)
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).abs().max() < 5e-2 * b.float().abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_slot_holds_nothing_of_a_broken_sequence(make_model, make_ids, kind):
+    """Attention gives stale rows the weight 0, and 0 * NaN is NaN."""
+    model = make_model(kind)
+    first, second = make_ids([70, 9])
+    want = run_pieces(model, SlotCache(model.config, 2), [1], [second], [[4, 1, 1, 1, 1, 1]])
+    cache = SlotCache(model.config, 2)
+    weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        before = weight.clone()
+        weight[first[0]] = float("nan")
+        cache.bind([1])
+        assert model(first[None], past_key_values=cache).logits.isnan().any()
+        weight.copy_(before)
+    cache.reset([1])
+    assert torch.equal(run_pieces(model, cache, [1], [second], [[4, 1, 1, 1, 1, 1]])[0], want[0])
+
+
+def test_an_export_of_other_layers_is_refused(make_model, make_ids):
+    source = SlotCache(make_model("sse").config, 1)
+    target = SlotCache(make_model("full_attention").config, 1)
+    with pytest.raises(ValueError, match="holds keys and values, got"):
+        target.load(0, source.export(0))

@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from posttrain.kernels.sse import ChunkState
 from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.sizes import DEFAULTS, PAPER_SIZES, hybrid_layer_types, parameter_counts, resolve, state_bytes
 from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
@@ -71,6 +73,24 @@ def test_state_bytes_are_what_a_cache_holds(kind):
     else:
         held = state.nbytes_per_slot
     assert cache.nbytes_per_sequence(256) == held == state_bytes(config.to_dict(), 256, element_size=4)["total"]
+
+
+@pytest.mark.parametrize(("partitions", "heads", "width", "chunk"), [(4, 2, 16, 64), (7, 3, 24, 5), (1, 1, 8, 1)])
+def test_state_bytes_count_every_pool_of_a_chunk_state(partitions, heads, width, chunk):
+    """Written out: boundary and pending rows in fp32, totals in float64, counts in int64."""
+    p, h, k, v, c = 1 + partitions, heads, width, width, chunk
+    written = {
+        "sse": p * h * (4 * k * v + 4 * c * (3 * k + v) + 8 * k) + 8 * p,
+        "sse_gdn": p * h * (4 * k * v + 4 * c * (k + 2 * v + 2) + 8) + 8 * p,
+    }
+    for kind, transition in (("sse", "gla"), ("sse_gdn", "gdn")):
+        state = ChunkState.allocate(3, partitions, heads, width, width, chunk, transition=transition, dtype=torch.bfloat16)
+        fields = {
+            "num_hidden_layers": 2, "layer_types": [kind] * 2, "num_attention_heads": heads, "head_dim": width,
+            "num_partitions": partitions, "chunk_size": chunk,
+        }  # fmt: skip
+        assert state_bytes(fields, 1000) == {"state": 2 * written[kind], "kv": 0, "total": 2 * written[kind]}
+        assert state.nbytes_per_slot == written[kind]
 
 
 def test_configuration_takes_its_defaults_from_here():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from posttrain import cli
 from posttrain.errors import ConfigError, PosttrainError
@@ -199,15 +200,15 @@ def test_doctor_asks_for_what_the_package_does(root: Path) -> None:
 
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    samples = [Version(f"{major}.{minor}.5") for major in range(30) for minor in range(70)]
     wanted = {}
     for requirement in map(Requirement, listed):
         wanted.setdefault(requirement.name, []).append(requirement.specifier)
     for package in PACKAGES:
         if package.name == "triton":
             continue  # torch brings it along
-        samples = [f"{major}.{minor}.{patch}" for major in range(8) for minor in range(70) for patch in (0, 5)]
-        ours = set(SpecifierSet(package.versions).filter(samples))
-        assert ours == set(wanted[package.name][0].filter(samples)), package.name
+        ours = list(SpecifierSet(package.versions).filter(samples))
+        assert ours and ours == list(wanted[package.name][0].filter(samples)), package.name
 
 
 def test_doctor_knows_bad_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The arithmetic tokenizer, trained BPE, and what load_tokenizer refuses."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -147,3 +148,30 @@ def test_padding_falls_back_to_eos(tmp_path):
     no_pad.pad_token = None
     no_pad.save_pretrained(tmp_path)
     assert load_tokenizer(model(tokenizer=str(tmp_path))).pad_token == "<|end|>"
+
+
+def test_code_of_a_checkpoint_runs_only_when_the_recipe_says_so(tmp_path):
+    from posttrain.models.loading import load_model
+
+    mark = tmp_path / "ran"
+    folder = tmp_path / "checkpoint"
+    arithmetic_tokenizer().save_pretrained(folder)
+    (folder / "code.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast, PreTrainedConfig\n"
+        "class Tokenizer(PreTrainedTokenizerFast): ...\n"
+        "class Config(PreTrainedConfig):\n    model_type = 'own'\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}')
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        load_tokenizer(model(tokenizer=str(folder)))
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        load_model(folder)
+    assert not mark.exists()
+    with pytest.raises(CheckpointError, match="family 'own'"):
+        load_model(folder, trust_remote_code=True)
+    assert mark.exists()

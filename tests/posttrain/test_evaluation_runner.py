@@ -5,7 +5,7 @@ import json
 import pytest
 
 from posttrain.config import Recipe
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, DataError
 from posttrain.evaluation import evaluate
 from posttrain.evaluation.samples import Sample, SampleFile
 from posttrain.evaluation.table import format_table, score
@@ -114,6 +114,13 @@ def test_stop_keeps_finished_problems(run_path, monkeypatch):
 def test_errors_name_what_is_missing(run_path):
     with pytest.raises(CheckpointError, match="run that stage first"):
         evaluate(recipe(eval={"models": ["grpo"]}), run_path, context(run_path))
+
+
+def test_a_prompt_and_completion_beyond_the_context_of_a_checkpoint(run_path):
+    """The recipe knows no context where the model is a checkpoint, so this is found when the model is there."""
+    given = recipe(model={"init": None, "path": str(run_path / "base")}, eval={"max_tokens": 300})
+    with pytest.raises(DataError, match=r"max_tokens 300 make \d+, above the model's context of 256.*eval.max_tokens"):
+        evaluate(given, run_path, context(run_path))
 
 
 def sample(problem: str, number: int, correct: bool | None, answer: str | None = "1", finish: str = "stop") -> Sample:
