@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from posttrain.kernels.sse import ChunkState
-from posttrain.models.sizes import SSE_LAYER_TYPES, state_bytes
+from posttrain.models.sizes import KV_BLOCK, KV_STEP, SSE_LAYER_TYPES, state_bytes
 
 if TYPE_CHECKING:
     from posttrain.models.sse_h.configuration import SSEHConfig
@@ -29,8 +29,8 @@ class KVPool:
     the window rounded up to whole blocks, and the capacity stops there.
     """
 
-    STEP = 128
-    BLOCK = 64
+    STEP = KV_STEP
+    BLOCK = KV_BLOCK
 
     def __init__(
         self, slots: int, heads: int, dim: int, *, window: int | None = None, device: torch.device | str, dtype: torch.dtype

@@ -17,6 +17,10 @@ KEY_MAPS = ("softmax", "silu")
 ROUTER_GATES = ("both", "write", "read", "none", "pre_norm")
 PROJECTIONS = ("adapter", "shared", "partition")
 
+# A cache's key/value rows: read in whole blocks, allocated in steps.
+KV_BLOCK = 64
+KV_STEP = 128
+
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 512,
@@ -176,18 +180,20 @@ def parameter_counts(fields: Mapping[str, Any]) -> dict[str, int]:
 def state_bytes(fields: Mapping[str, Any], length: int, *, element_size: int = 2) -> dict[str, int]:
     """Bytes that one decoding sequence of `length` tokens keeps, `{"state", "kv", "total"}`.
 
-    State, constant in the length, per partition and head: the fp32 boundary state, and the unfinished chunk's rows in fp32 (keys,
-    values, decays and what one-token steps reuse). KV: keys and values of the attention layers, `element_size` bytes each;
-    sliding ones keep their window, rounded up to blocks of 64.
+    State, constant in the length, per partition and head: the boundary state, and the unfinished chunk's rows (keys, values,
+    decays and what one-token steps reuse), in fp32 unless the model is float64. KV: keys and values of the attention layers,
+    `element_size` bytes each; sliding ones keep their window, rounded up to blocks; memory is taken in steps of KV_STEP rows.
     """
     f = resolve(fields)
     heads, d, partitions, chunk = f["num_attention_heads"], f["head_dim"], 1 + f["num_partitions"], f["chunk_size"]
     state = kv = 0
+    wide = max(4, element_size)
     for kind in f["layer_types"]:
         if kind in SSE_LAYER_TYPES:
             row, total = (4 * d, d) if kind == "sse" else (3 * d + 2, 1)
-            state += partitions * (heads * (4 * (d * d + chunk * row) + 8 * total) + 8)
+            state += partitions * (heads * (wide * (d * d + chunk * row) + 8 * total) + 8)
         else:
-            window = -(-f["sliding_window"] // 64) * 64 if kind == "sliding_attention" else length
-            kv += 2 * f["num_key_value_heads"] * d * min(length, window) * element_size
+            window = -(-f["sliding_window"] // KV_BLOCK) * KV_BLOCK if kind == "sliding_attention" else length
+            rows = -(-min(length, window) // KV_STEP) * KV_STEP
+            kv += 2 * f["num_key_value_heads"] * d * rows * element_size
     return {"state": state, "kv": kv, "total": state + kv}

@@ -118,10 +118,9 @@ class SSEMixerBase(nn.Module):
         return o
 
     def _route(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.e_proj(x)
+        probs, weight, index = route(self.e_proj(x), self.selected)
         if given is None:
-            return route(logits, self.selected)
-        probs = torch.softmax(logits.float(), dim=-1)
+            return probs, weight, index
         index = given.to(device=x.device, dtype=torch.long)
         return probs, probs.gather(-1, index), index
 

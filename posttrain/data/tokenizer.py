@@ -151,6 +151,10 @@ def _from_pretrained(name: str, model: Any) -> Any:
     except PosttrainError:
         raise
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"tokenizer {name}: it brings Python code of its own; read it, then allow it with model.trust_remote_code: true"
+            ) from error
         hint = "the folder holds no tokenizer" if Path(name).is_dir() else "no such folder, and no such model on the hub"
         raise CheckpointError(f"tokenizer {name}: cannot be loaded ({hint}): {str(error).splitlines()[0]}") from error
 

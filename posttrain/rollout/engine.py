@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import PosttrainError
 from posttrain.models.cache import SlotCache
+from posttrain.models.sizes import state_bytes
 from posttrain.models.sse_h import SSEHConfig
 from posttrain.rollout.decode_batch import DecodeBatch
 from posttrain.rollout.router_log import RouterLog
@@ -113,9 +114,8 @@ class Generator:
         Raises:
             ValueError: not even one fits.
         """
-        parameter = next(model.parameters())
-        probe = SlotCache(_config(model), 1, max_length=1, device=parameter.device, dtype=parameter.dtype)
-        each = probe.nbytes_per_sequence(length)
+        itemsize = next(model.parameters()).dtype.itemsize
+        each = state_bytes(_config(model).to_dict(), length, element_size=itemsize)["total"]
         fitting = memory_bytes // each - 1
         if fitting < 1:
             raise ValueError(
@@ -179,7 +179,7 @@ class Generator:
                 with nullcontext() if self._in_generate else generating(self.model):
                     broken = self._step()
             except BaseException:
-                # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, to the same samples.
+                # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, with the weights of now.
                 self._scheduler.requeue(started=True)
                 raise
         if broken:

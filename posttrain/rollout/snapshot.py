@@ -2,7 +2,8 @@
 
     {"format": 1, "request": {...}, "pending": [2, 3], "sequences": [{"sample": 0, "token_ids": [...], ..., "cache": {...}}]}
 
-Samples in `pending` have no token yet; their prompt is prefilled again, which gives the same bits.
+Samples in `pending` have no token yet; their prompt is prefilled again, which gives the same bits where
+`max_prefill_tokens` is the same (it says where prompts are cut).
 """
 
 from __future__ import annotations

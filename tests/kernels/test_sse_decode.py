@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from posttrain.kernels.sse import ChunkState, sse, sse_extend, sse_gdn, sse_gdn_extend
+from posttrain.kernels.sse import ChunkState, chunked, decode, plan, sse, sse_extend, sse_gdn, sse_gdn_extend
 from posttrain.kernels.sse.cases import CASES, Case, make_case
 
 SLOTS = {"one": (1,), "few": (2, 0), "many": tuple(range(18, -1, -1))}
@@ -209,3 +209,20 @@ def test_slots_from_the_host_are_checked_wherever_the_state_lies():
             call()
     state.reset([0, 2])
     state.fork(1, [0, 2])
+
+
+@pytest.mark.parametrize("name", ["many", "no shared", "long chunk", "strong decay"])
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_pieces_on_the_grid_of_upper_bounds(name, transition, monkeypatch):
+    """The grid that a GPU uses, here on the CPU: prefill in two pieces, some of them empty, then one token a step."""
+    case = replace(CASES[name], transition=transition, initial=False)
+    monkeypatch.setattr(decode, "build_plan", lambda *a, **k: plan.build_plan(*a, **k, exact=False))
+    monkeypatch.setattr(chunked, "unsafe_matrices", lambda safe: slice(None))
+    half = [length // 2 for length in case.lengths]
+    pieces = [[(0, n) for n in half], [(n, max(n, length - 2)) for n, length in zip(half, case.lengths, strict=True)]]
+    done = [b for _, b in pieces[1]]
+    while done != list(case.lengths):
+        pieces.append([(n, min(n + 1, length)) for n, length in zip(done, case.lengths, strict=True)])
+        done = [b for _, b in pieces[-1]]
+    full, o, _, _, _ = run_in_pieces(case, pieces)
+    assert relative(o, full) < (5e-6 if case.decay < -1 else 2e-6)

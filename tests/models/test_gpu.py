@@ -41,3 +41,21 @@ def test_forward_gradients_and_decoding(make_model, make_ids, bounds, kind, dtyp
     if dtype == torch.float32:
         torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=1e-3 * scale.item())
     assert torch.isfinite(torch.cat(steps)).all()
+
+
+@pytest.mark.parametrize("kind", ["sse", "sse_gdn", "full_attention", "sliding_attention", "hybrid"])
+def test_float32_weights_under_autocast(make_model, make_ids, bounds, kind):
+    """What a trainer with bf16=True does: half-precision projections, operators in fp32, and decoding between the steps."""
+    model = make_model(kind, initializer_range=0.05).cuda().train()
+    ids, cu = torch.cat(make_ids(LENGTHS))[None].cuda(), bounds(LENGTHS)
+    plain = model(ids, cu_seq_lens_q=cu, labels=ids).loss
+    with torch.autocast("cuda", torch.bfloat16):
+        mixed = model(ids, cu_seq_lens_q=cu, labels=ids).loss
+    mixed.backward()
+    assert abs(mixed - plain) < 2e-2 * plain
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    model.eval()
+    cache = SlotCache(model.config, 1, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        steps = [model(ids[:, a:b], past_key_values=cache).logits[0] for a, b in [(0, 40), *((i, i + 1) for i in range(40, 60))]]
+    assert torch.isfinite(torch.cat(steps)).all()

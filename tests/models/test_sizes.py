@@ -53,26 +53,28 @@ def test_parameter_count_is_the_models(changes):
 def test_state_bytes_do_not_grow_with_length_but_kv_does():
     sse, hybrid = PAPER_SIZES["sse-2b"], PAPER_SIZES["sse-h-2b"]
     assert state_bytes(sse, 100)["total"] == state_bytes(sse, 100_000)["total"]
-    assert state_bytes(hybrid, 2000)["kv"] == 2 * state_bytes(hybrid, 1000)["kv"] == 3 * 2 * 2 * 2000 * 18 * 128
+    assert state_bytes(hybrid, 2048)["kv"] == 2 * state_bytes(hybrid, 1024)["kv"] == 3 * 2 * 2 * 2048 * 18 * 128
+    assert state_bytes(hybrid, 1025)["kv"] == state_bytes(hybrid, 1152)["kv"]
     window = {**hybrid, "layer_types": hybrid_layer_types(18, attention="sliding_attention"), "sliding_window": 128}
     assert state_bytes(window, 5000)["kv"] == state_bytes(window, 128)["kv"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["sse", "sse_gdn", "full_attention", "sliding_attention"])
-def test_state_bytes_are_what_a_cache_holds(kind):
+def test_state_bytes_are_what_a_cache_holds(kind, dtype):
     config = SSEHConfig(
         vocab_size=60, hidden_size=64, num_hidden_layers=1, layer_types=[kind], num_attention_heads=4, sliding_window=50
     )
-    cache = SlotCache(config, 2)
+    cache = SlotCache(config, 2, dtype=dtype)
     (state,) = cache.states
-    if isinstance(state, KVPool):
-        state.reserve(256)
-        held = (state.keys.nbytes + state.values.nbytes) // 2
-        # A ring of 64 rows still takes a whole step of capacity.
-        held = held // 2 if kind == "sliding_attention" else held
-    else:
-        held = state.nbytes_per_slot
-    assert cache.nbytes_per_sequence(256) == held == state_bytes(config.to_dict(), 256, element_size=4)["total"]
+    for length in (1, 128, 200):
+        if isinstance(state, KVPool):
+            state.reserve(length)
+            held = (state.keys.nbytes + state.values.nbytes) // 2
+        else:
+            held = state.nbytes_per_slot
+        assert cache.nbytes_per_sequence(length) == held
+        assert held == state_bytes(config.to_dict(), length, element_size=dtype.itemsize)["total"]
 
 
 @pytest.mark.parametrize(("partitions", "heads", "width", "chunk"), [(4, 2, 16, 64), (7, 3, 24, 5), (1, 1, 8, 1)])

@@ -106,6 +106,13 @@ def test_router_replay_uses_given_choices_with_live_weights(make_model, batch):
     assert model.model.layers[0].mixer.e_proj.weight.grad.abs().sum() > 0
 
 
+def test_router_replay_keeps_float64(make_model, batch):
+    model = make_model("hybrid", num_selected=2).double()
+    with torch.no_grad():
+        free = model(**batch, output_router_indices=True)
+        assert torch.equal(model(**batch, router_indices=free.router_indices).logits, free.logits)
+
+
 def test_copies_leave_the_graph_behind(make_model, batch):
     model = make_model().train()
     model(**batch, labels=batch["input_ids"])

@@ -150,9 +150,13 @@ def test_padding_falls_back_to_eos(tmp_path):
     assert load_tokenizer(model(tokenizer=str(tmp_path))).pad_token == "<|end|>"
 
 
-def test_code_of_a_checkpoint_runs_only_when_the_recipe_says_so(tmp_path):
+def test_code_of_a_checkpoint_runs_only_when_the_recipe_says_so(tmp_path, monkeypatch):
+    from transformers import dynamic_module_utils
+
     from posttrain.models.loading import load_model
 
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     mark = tmp_path / "ran"
     folder = tmp_path / "checkpoint"
     arithmetic_tokenizer().save_pretrained(folder)

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import PosttrainError
+from posttrain.models.cache import SlotCache
 from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
 from posttrain.rollout import Generator, StreamedToken
 from posttrain.types import Completion, Request
@@ -358,8 +359,8 @@ def test_sizes_are_checked(hybrid):
 
 def test_memory_tells_how_many_sequences_fit(hybrid):
     few, many = (Generator.max_sequences_for(hybrid, memory, 64) for memory in (2**21, 2**24))
-    assert 1 <= few < many
-    assert many >= 7 * few
+    each = SlotCache(hybrid.config, 1).nbytes_per_sequence(64)
+    assert (few, many) == (2**21 // each - 1, 2**24 // each - 1) and few >= 1, "one slot is the prompt's"
     with pytest.raises(ValueError, match="memory_bytes"):
         Generator.max_sequences_for(hybrid, 100, 64)
 
