@@ -41,7 +41,13 @@ CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 # What may differ between two launches of the same run: it says where things run and what is shown, not what is computed.
 # A changed `eval` section runs the evaluation again, where samples of an unchanged protocol are found and kept.
 FREE_TO_CHANGE = {
-    *("description", "run_dir", "stages", "ray", "eval", "reward.workers"),
+    *("description", "run_dir", "stages", "eval", "reward.workers"),
+    # `ray.num_workers` is not among them: it sets SFT's global batch.
+    *(
+        f"ray.{name}"
+        for name in ("address", "cpus_per_worker", "gpus_per_worker", "num_cpus", "max_failures", "dashboard", "env")
+    ),
+    "ray.object_store_memory_mb",
     *("rollout.max_sequences", "rollout.max_prefill_tokens"),
 } | {
     f"{section}.{name}"

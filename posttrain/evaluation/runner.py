@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import EvalConfig, Recipe, SuiteConfig
+from posttrain.config import Recipe, SuiteConfig
 from posttrain.errors import CheckpointError, ConfigError, DataError
 from posttrain.evaluation.samples import Sample, SampleFile
 from posttrain.evaluation.suites import load_problems
@@ -42,7 +42,7 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
     """
     if not recipe.eval.suites:
         raise ConfigError("eval.suites is empty; name at least one suite, for example `suites: [math500]`")
-    checkpoints = find_checkpoints(recipe.eval, run_path)
+    checkpoints = find_checkpoints(recipe, run_path)
     suites = {name: load_problems(name, suite) for name, suite in recipe.eval.suites.items()}
     total = len(checkpoints) * sum(len(problems) for problems in suites.values())
     rows: list[Row] = []
@@ -68,22 +68,24 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
     return rows
 
 
-def find_checkpoints(config: EvalConfig, run_path: Path) -> dict[str, str]:
-    """Model name -> folder or hub id. Without names: every model that this run's stages have made.
+def find_checkpoints(recipe: Recipe, run_path: Path) -> dict[str, str]:
+    """Model name -> folder or hub id. Without names: every model that this run's stages have made, else `model.path`.
 
     Raises:
         CheckpointError: a stage is named whose model does not exist yet, or no stage has run.
     """
     run_path = Path(run_path)
     existing = {name: str(run_path / folder) for name, folder in STAGE_FOLDERS.items() if (run_path / folder).is_dir()}
-    if not config.models:
+    if not recipe.eval.models:
+        if not existing and recipe.model.path is not None:
+            return {recipe.model.path: recipe.model.path}
         if not existing:
             raise CheckpointError(
                 f"{run_path}: no stage has made a model yet; run sft or grpo first, or name a checkpoint (model=PATH)"
             )
         return existing
     found = {}
-    for name in config.models:
+    for name in recipe.eval.models:
         if name in STAGE_FOLDERS and name not in existing:
             raise CheckpointError(
                 f"eval.models names {name!r}, but {run_path / STAGE_FOLDERS[name]} does not exist; run that stage first"

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.grpo_config import GRPOConfig
 
 from posttrain.config import Recipe
-from posttrain.data.prepare import prepare_prompts
 from posttrain.errors import CheckpointError, DataError, PosttrainError
 from posttrain.grpo.callbacks import GenerationStopped, RunCallback
 from posttrain.grpo.learner import Learner
+from posttrain.grpo.prompts import load_prompts
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
 from posttrain.models.loading import load_model
@@ -30,9 +30,6 @@ from posttrain.run_folder import RunFolder, last_checkpoint
 from posttrain.runtime.worker import StageStopped, WorkerContext
 from posttrain.runtime.zero import trainer_arguments
 from posttrain.types import Completion, Request
-
-# Columns that no reward reads, and that may be long.
-UNUSED_COLUMNS = ("solution",)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +89,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
     """Build the trainer of the stage; the verifier's processes end with the `with` block."""
     start = starting_checkpoint(run)
     tokenizer = AutoTokenizer.from_pretrained(start)
-    prompts = load_prompts(recipe, tokenizer)
+    prompts = load_prompts(recipe, run, tokenizer)
     args = arguments(recipe, run.path, len(prompts))
     model = load_model(str(start), dtype=recipe.model.dtype, trust_remote_code=recipe.model.trust_remote_code)
     model.config.use_cache = False
@@ -177,24 +174,6 @@ def starting_checkpoint(run: RunFolder) -> Path:
         if path.is_dir():
             return path
     raise CheckpointError(f"{run.path} holds neither sft/final nor base/: there is no model to start GRPO from")
-
-
-def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The prompts with their ids, their place in the data set, and their text.
-
-    Raises:
-        DataError: no prompts, or prompts without an answer.
-    """
-    rows = prepare_prompts(recipe.data, tokenizer, seed=recipe.seed, suites=recipe.eval.suites).rows
-    if not rows:
-        raise DataError("data.prompts: no prompt is left to train on")
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in UNUSED_COLUMNS]
-    texts = tokenizer.batch_decode([row["prompt_ids"] for row in rows])
-    prompts = [
-        {**{name: row.get(name) for name in names}, "prompt_index": index, "prompt": text}
-        for index, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]
-    return Dataset.from_list(prompts)
 
 
 def context_length(recipe: Recipe, args: GRPOConfig, model: PreTrainedModel, prompts: Dataset) -> int:

@@ -1,4 +1,4 @@
-"""What is made before Ray starts, so that bad input fails early and in the user's own terminal: SFT rows and base/."""
+"""What is read and made before Ray starts, so that bad input of any stage fails early and in the user's own terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.runtime.worker import quiet
 
 
 def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
-    """Make what `stages` start from: the packed rows of SFT (data errors come before any model is loaded), then base/.
+    """Make what `stages` start from: SFT's rows and GRPO's prompts, then base/. Data errors come before any model is loaded.
 
     Raises:
         PosttrainError: data, tokenizer or checkpoint that cannot be used.
@@ -23,6 +23,17 @@ def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
 
         print("sft    reading and packing the data", file=sys.stderr)
         print(f"sft    {prepare_rows(recipe, run)}", file=sys.stderr)
+    if "grpo" in stages:
+        from posttrain.grpo.prompts import prepare as prepare_prompts
+
+        print(f"grpo   {prepare_prompts(recipe, run)}", file=sys.stderr)
+    if "eval" in stages:
+        from posttrain.evaluation.suites import load_problems
+
+        for name, suite in recipe.eval.suites.items():
+            print(f"eval   {name}: {len(load_problems(name, suite))} problems", file=sys.stderr)
+    if stages == ["eval"] and recipe.model.path is not None and "base" not in recipe.eval.models:
+        return  # a checkpoint is evaluated where it lies
     ensure_base(recipe, run)
 
 

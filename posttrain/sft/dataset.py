@@ -35,8 +35,12 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
         from posttrain.data.packing import pack_samples
         from posttrain.data.prepare import prepare_sft
         from posttrain.data.tokenizer import load_tokenizer
+        from posttrain.rewards.pool import VerifierPool
 
-        prepared = prepare_sft(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, suites=recipe.eval.suites)
+        limits = recipe.reward
+        with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb) as pool:  # for filters.verified
+            tokenizer = load_tokenizer(recipe.model)
+            prepared = prepare_sft(recipe.data, tokenizer, seed=recipe.seed, suites=recipe.eval.suites, pool=pool)
         write_rows(run, pack_samples(prepared.rows, recipe.data.max_length, seed=recipe.seed), prepared.report)
     return summary(json.loads((folder / "info.json").read_text(encoding="utf-8")))
 
