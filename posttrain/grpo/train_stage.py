@@ -88,7 +88,7 @@ def last_step(run: RunFolder) -> int | None:
 def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[Stage]:
     """Build the trainer of the stage; the verifier's processes end with the `with` block."""
     start = starting_checkpoint(run)
-    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=recipe.model.trust_remote_code)
     prompts = load_prompts(recipe, run, tokenizer)
     args = arguments(recipe, run.path, len(prompts))
     model = load_model(str(start), dtype=recipe.model.dtype, trust_remote_code=recipe.model.trust_remote_code)

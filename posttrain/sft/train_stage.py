@@ -47,7 +47,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> tuple[Packe
     base = run.final_checkpoint("base")
     if not base.is_dir():
         raise CheckpointError(f"{base} is missing: the initial weights are saved there before the stage starts")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=recipe.model.trust_remote_code)
     args = arguments(recipe, run.path)
     model = load_model(str(base), dtype=recipe.model.dtype, trust_remote_code=recipe.model.trust_remote_code)
     model.config.use_cache = False
