@@ -92,7 +92,7 @@ def load_model(
         raise CheckpointError(f"{name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(f"{name}: its configuration cannot be read ({error})") from error
     if not isinstance(config, SSEHConfig):
         raise CheckpointError(

@@ -109,10 +109,14 @@ def model_fields(recipe: Recipe) -> dict[str, Any] | None:
         raise CheckpointError(f"{folder}: no config.json; a checkpoint folder in Hugging Face format is needed") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from None
-    fields = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
-    if config.get("model_type") != "sse_h":
-        # Another family: priced as a Transformer of its shape.
-        fields["layer_types"] = ["full_attention"] * config.get("num_hidden_layers", DEFAULTS["num_hidden_layers"])
+    try:
+        fields = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
+        if config.get("model_type") != "sse_h":
+            # Another family: priced as a Transformer of its shape.
+            fields["layer_types"] = ["full_attention"] * config.get("num_hidden_layers", DEFAULTS["num_hidden_layers"])
+        resolve(fields)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}/config.json is no model's configuration: {error}") from None
     return fields
 
 
@@ -300,12 +304,13 @@ def source_rows(source: DataSource) -> int | None:
         raise DataError(f"{path}: no such file or folder")
     rows = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
+        encoding = "utf-8-sig"  # as `load_source` reads them
+        with gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else open(path, encoding=encoding) as lines:
             for line in lines:
                 if rows == 0 and line.strip():
                     _check_first(json.loads(line), source, path)
                 rows += bool(line.strip())
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON lines: {error}") from None
     return min(rows, source.limit or rows)
 

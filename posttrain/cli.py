@@ -6,6 +6,7 @@ posttrain run RECIPE [section.key=value ...] [--resume]
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -139,7 +140,7 @@ def read_recipe(command: str, path: str, overrides: list[str]) -> Recipe:
     from posttrain.config import STAGES, load_recipe
 
     overrides = list(overrides)
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # pathlib's raises for names that are too long
         folder, path = path, str(Path(path) / "config.yaml")
         if not Path(path).is_file():
             raise ConfigError(f"{folder} is a folder without config.yaml; give a recipe (YAML) or a run folder")

@@ -85,8 +85,9 @@ class RunFolder:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
-        except OSError as error:
-            raise RunFolderError(f"run folder {run.path}: {error.strerror or error}; choose another with run_dir=PATH") from error
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            reason = getattr(error, "strerror", None) or error
+            raise RunFolderError(f"run folder {run.path}: {reason}; choose another with run_dir=PATH") from error
         try:
             again = run._check_recipe(recipe)
             wanted = recipe.stages if stages is None else stages
@@ -139,7 +140,9 @@ class RunFolder:
             return ()
         try:
             old = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+            if not isinstance(old, dict):
+                raise ValueError("it holds no sections")
+        except (yaml.YAMLError, ValueError) as error:
             raise RunFolderError(f"{path} is damaged ({error}); choose another folder with run_dir=PATH") from None
         # An option newer than the folder takes its default there; a recipe that no longer parses is compared raw.
         with contextlib.suppress(ConfigError):
@@ -176,7 +179,10 @@ class RunFolder:
         if not path.exists():
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            stages = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(stages, dict):
+                raise ValueError(f"an object was expected, got {type(stages).__name__}")
+            return stages
         except ValueError as error:
             raise RunFolderError(f"{path} is damaged ({error}); delete it to run the stages again") from None
 

@@ -235,8 +235,9 @@ def _own(path: str, arguments: dict[str, Any]) -> Any:
 def _import(module_path: str, path: str) -> Any:
     try:
         return importlib.import_module(module_path)
-    except ImportError as error:
-        raise RewardError(f"reward path {path!r}: cannot import {module_path}: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise RewardError(f"reward path {path!r}: cannot import {module_path}: {reason}") from error
 
 
 def _load_file(file: str, path: str) -> Any:
@@ -250,6 +251,6 @@ def _load_file(file: str, path: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as error:
-        raise RewardError(f"reward path {path!r}: cannot load {location}: {error}") from error
+    except Exception as error:  # a user's file may raise anything
+        raise RewardError(f"reward path {path!r}: cannot load {location}: {type(error).__name__}: {error}") from error
     return module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config.suites import SUITES
 from posttrain.config.trl import nearest
@@ -24,9 +24,9 @@ def problems(recipe: Recipe) -> list[str]:
         return found
     found = _stages(recipe) + _decontaminate(recipe)
     if "sft" in recipe.stages:
-        found += _sft(recipe)
+        found += _sft(recipe) + _intervals(recipe, "trainer")
     if "grpo" in recipe.stages:
-        found += _grpo(recipe) + _rewards(recipe)
+        found += _grpo(recipe) + _rewards(recipe) + _intervals(recipe, "grpo")
     if "eval" in recipe.stages:
         found += _eval(recipe)
     return found
@@ -123,11 +123,29 @@ def _grpo(recipe: Recipe) -> list[str]:
         found.append("grpo.max_completion_length: must be a number of tokens")
     else:
         found += _fits(recipe, "grpo.max_completion_length", completion)
+    # Greedy completions of a prompt are all the same, and the learner divides by the temperature.
+    if value("temperature") == 0:
+        found.append("grpo.temperature: 0 is greedy, so that a group's completions would be the same; it must be above 0")
+    if not 0 < value("top_p") <= 1:
+        found.append(f"grpo.top_p: got {value('top_p')!r}, but it must be above 0 and at most 1")
+    if value("top_k") < 0:
+        found.append(f"grpo.top_k: got {value('top_k')!r}, but it must be 0 (off) or more")
+    if not 0 <= (value("min_p") or 0) < 1:
+        found.append(f"grpo.min_p: got {value('min_p')!r}, but it must be at least 0 and below 1")
     if value("loss_type") == "luspo" and value("importance_sampling_level") != "sequence":
         found.append("grpo.importance_sampling_level: the loss luspo needs sequence")
     if value("loss_type") == "vespo" and value("importance_sampling_level") != "token":
         found.append("grpo.importance_sampling_level: the loss vespo needs token")
     return found
+
+
+def _intervals(recipe: Recipe, section: Literal["trainer", "grpo"]) -> list[str]:
+    """Logging or saving every 0 steps, which Trainer refuses only once the model is loaded."""
+    return [
+        f"{section}.{kind}_steps: 0 steps is no interval; give at least 1, or {section}.{kind}_strategy: no"
+        for kind in ("logging", "save")
+        if recipe.argument(section, f"{kind}_steps") == 0 and recipe.argument(section, f"{kind}_strategy") == "steps"
+    ]
 
 
 def _rewards(recipe: Recipe) -> list[str]:

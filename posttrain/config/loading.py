@@ -63,6 +63,8 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], Marks]:
     """Return content and positions of a file, merged over the file that it `extends`."""
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r}: no such recipe")
     if path.resolve() in chain or len(chain) > MAX_EXTENDS:
         raise ConfigError(f"{path}: `extends` goes round in a circle: {' -> '.join(str(p) for p in (*chain, path))}")
     try:
@@ -120,6 +122,8 @@ def _construct(loader: _Loader, node: yaml.Node, key: Key, marks: Marks, count: 
             return loader.construct_object(node, deep=True)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
+        except (LookupError, AttributeError):  # PyYAML on `!!bool x`, `!!int ''`, `!!timestamp x`
+            raise ConfigError(f"{where}: {node.value!r} is no {node.tag.rpartition(':')[2]}") from None
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = f"{loader.name}:{key_node.start_mark.line + 1}"

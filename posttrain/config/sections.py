@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import ItemsView, KeysView
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ class RolloutConfig(Section):
     max_prefill_tokens: Positive = 8192
     """Prompt tokens that one step of the generator reads at most."""
 
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, besides the end token."""
 
     router_replay: bool = True
@@ -217,6 +218,9 @@ class EvalConfig(Sampling):
     @model_validator(mode="after")
     def _resolve(self) -> EvalConfig:
         for name, suite in self.suites.items():
+            # It names a folder under eval/<model>/.
+            if not re.fullmatch(r"[^./\\\0][^/\\\0]{0,99}", name):
+                raise ValueError(f"suites.{name}: the name becomes a folder's: 1 to 100 characters, no slash, no dot in front")
             known = SUITES.get(name)
             if suite.path is None and suite.hub is None and suite.arithmetic is None:
                 if known is None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from posttrain.errors import DataError
+from posttrain.errors import ConfigError, DataError
 
 IGNORE = -100  # the label that PyTorch's cross entropy skips
 # A batch of the tokenizer: its encodings take some 150 bytes a token until they are cut down to ids, so that a batch of long
@@ -48,8 +48,42 @@ def prompt_ids(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> list[int
 
 
 def _prompt(tokenizer: Any, row: dict[str, Any], cfg: Any) -> list[int]:
-    turns = messages(row, cfg)
-    return list(tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False))
+    _refuse_special_tokens(row, special_tokens(tokenizer), ("problem",))
+    return list(_rendered(tokenizer, messages(row, cfg), add_generation_prompt=True, return_dict=False))
+
+
+def _rendered(tokenizer: Any, turns: Any, **options: Any) -> Any:
+    """`apply_chat_template`, where a template that is wrong is the user's mistake.
+
+    Raises:
+        ConfigError: the template is not Jinja, asks for something that isn't there, or refuses these roles.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=True, **options)
+    except TemplateError as error:
+        raise ConfigError(f"model.chat_template (or the tokenizer's own): {type(error).__name__}: {error}") from error
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """What the tokenizer reads as control tokens, even in the middle of a text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = getattr(tokenizer, "all_special_tokens", ())
+    return list(dict.fromkeys([*named, *(str(token) for token in added.values() if token.special)]))
+
+
+def has_special_token(row: dict[str, Any], special: list[str], columns: Sequence[str] = ("problem", "solution")) -> bool:
+    """Whether one of the row's texts holds a special token, which would end or forge a turn."""
+    return any(token in (row.get(name) or "") for name in columns for token in special)
+
+
+def _refuse_special_tokens(row: dict[str, Any], special: list[str], columns: Sequence[str]) -> None:
+    if has_special_token(row, special, columns):
+        raise DataError(
+            f"row {_name(row)}: its {' or '.join(columns)} holds a special token of this tokenizer ({', '.join(special[:8])}), "
+            "which would end or forge a turn; take it out of the text"
+        )
 
 
 def encode_sft(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> dict[str, list[int]]:
@@ -89,14 +123,16 @@ def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _encode_batch(tokenizer: Any, rows: Sequence[dict[str, Any]], cfg: Any) -> list[dict[str, list[int]]]:
+    special = special_tokens(tokenizer)
     for row in rows:
         if not row.get("solution"):
             raise DataError(f"row {_name(row)}: it has no solution to train on; name its column with columns: {{solution: ...}}")
+        _refuse_special_tokens(row, special, ("problem", "solution"))
     prompts = [messages(row, cfg) for row in rows]
     turns = [[*prompt, {"role": "assistant", "content": row["solution"]}] for prompt, row in zip(prompts, rows, strict=True)]
     marked = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
-    whole = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked)
-    begin = tokenizer.apply_chat_template(prompts, tokenize=True, return_dict=True, add_generation_prompt=True)
+    whole = _rendered(tokenizer, turns, return_dict=True, return_assistant_tokens_mask=marked)
+    begin = _rendered(tokenizer, prompts, return_dict=True, add_generation_prompt=True)
     masks = whole["assistant_masks"] if marked else [None] * len(rows)
     return [
         _labelled(row, ids, prompt, mask, tokenizer)

@@ -131,7 +131,9 @@ def read_files(path: str | Path) -> Iterator[tuple[str, Row]]:
 
 def _read_lines(file: Path) -> Iterator[tuple[str, Row]]:
     number = 0
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else open(file, encoding="utf-8") as lines:
+    # utf-8-sig: some editors begin a file with a byte order mark.
+    encoding = "utf-8-sig"
+    with gzip.open(file, "rt", encoding=encoding) if file.suffix == ".gz" else open(file, encoding=encoding) as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -149,6 +151,9 @@ def _parse(line: str, file: Path, number: int) -> Row:
         raise DataError(
             f"{file}:{number}: not valid JSON: {error.msg} at column {error.colno}; one object a line is expected"
         ) from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, brackets nested by the thousand.
+        raise DataError(f"{file}:{number}: cannot be read as JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{file}:{number}: a JSON object was expected, got {type(row).__name__}")
     return row
@@ -227,7 +232,21 @@ def _map_row(row: Row, mapping: dict[str, str | None], where: str, needs_solutio
             raise DataError(f"{where}: its {name} is empty (column {mapping[name]!r}); remove the row or name another column")
     if mapped.get("solution") is not None:
         mapped["solution"] = _text(mapped["solution"])
+    for name in (*REQUIRED, "solution"):
+        if not encodable(mapped.get(name) or ""):
+            raise DataError(f"{where}: its {name} holds half a surrogate pair (such as \\ud800), which is no text; mend the row")
     return mapped
+
+
+def encodable(text: str) -> bool:
+    """Whether the text can be written as UTF-8, which tokenizers demand: JSON can hold halves of surrogate pairs."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(value: Any) -> str:

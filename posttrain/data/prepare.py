@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import iter_sft, prompt_ids
+from posttrain.data.chat import has_special_token, iter_sft, prompt_ids, special_tokens
 from posttrain.data.decontaminate import Decontaminator
 from posttrain.data.load import load_source, read_files
 from posttrain.errors import ConfigError, DataError
@@ -112,6 +112,11 @@ def _clean(
 ) -> tuple[list[Row], dict[str, Any]]:
     report: dict[str, Any] = {}
     rows = load_source(source, tokenizer=tokenizer, pool=pool, seed=seed, needs_solution=needs_solution, report=report)
+    special, columns = special_tokens(tokenizer), ("problem", "solution") if needs_solution else ("problem",)
+    clean = [row for row in rows if not has_special_token(row, special, columns)]
+    if len(clean) < len(rows):
+        report["dropped"] = {**report["dropped"], "a special token in the text": len(rows) - len(clean)}
+        rows = clean
     names = getattr(data, "decontaminate", None) or []
     if names:
         rows, found = Decontaminator(evaluation_problems(names, suites)).filter(rows)

@@ -144,13 +144,14 @@ def _set_template(tokenizer: Any, name: str, given: str | None) -> None:
 
 
 def _from_pretrained(name: str, model: Any) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(getattr(model, "trust_remote_code", False)))
     except PosttrainError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"tokenizer {name}: it brings Python code of its own; read it, then allow it with model.trust_remote_code: true"
@@ -164,7 +165,12 @@ def _model_vocab_size(model: Any) -> int | None:
     if init:
         return init.get("vocab_size")
     config = Path(str(getattr(model, "path", None) or "")) / "config.json"
-    return json.loads(config.read_text()).get("vocab_size") if config.is_file() else None
+    if not config.is_file():
+        return None
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{config}: not a configuration: {error}") from None
 
 
 def _template_words() -> list[str]:

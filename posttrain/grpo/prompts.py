@@ -71,7 +71,22 @@ def make_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Dataset, dict[str, Any
         {**{name: row.get(name) for name in names}, "prompt_index": index, "prompt": text}
         for index, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
+    for name in prompts[0]:
+        _check_column(name, [row[name] for row in prompts], prepared.report.get("source", "data"))
     return Dataset.from_list(prompts), prepared.report
+
+
+def _check_column(name: str, values: list[Any], source: str) -> None:
+    """Raises DataError where a column of the user's cannot be stored, as numbers in one row and text in another."""
+    import pyarrow
+
+    try:
+        pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+        raise DataError(
+            f"{source}: the values of its column {name!r} do not fit together ({error}); "
+            "give it one kind of value in every row, or remove it"
+        ) from error
 
 
 def prompts_per_batch(recipe: Recipe) -> int:

@@ -28,8 +28,8 @@ from posttrain.types import Completion, Group
 Gather = Callable[[torch.Tensor], torch.Tensor]
 # Names of the reward that compares with the gold answer.
 CORRECTNESS = ("maths", "accuracy")
-# Columns of a row that are the learner's own; rewards get the others.
-OWN_COLUMNS = ("prompt", "prompt_ids", "prompt_index")
+# Columns of a row that are the learner's own, or named like what every reward is given; rewards get the others.
+OWN_COLUMNS = ("prompt", "prompt_ids", "prompt_index", "prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from posttrain.config import DataConfig, ModelConfig
+from posttrain.data.load import encodable, read_files
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Completion, Request
 
@@ -25,9 +25,12 @@ def generate_command(args: argparse.Namespace) -> int:
     Raises:
         PosttrainError: a checkpoint, tokenizer, prompt file or option that cannot be used.
     """
+    if args.max_sequences < 1:
+        raise PosttrainError(f"--max-sequences {args.max_sequences}: at least 1 is needed")
+    if not all(args.stop):
+        raise PosttrainError("--stop '': a stop string needs at least one character")
     prompts = read_prompts(args)
     with _output(args.output) as out:
-        import torch
         import transformers
 
         from posttrain.data.tokenizer import eos_token_ids, load_tokenizer
@@ -35,7 +38,7 @@ def generate_command(args: argparse.Namespace) -> int:
         from posttrain.rollout import Generator
 
         transformers.utils.logging.disable_progress_bar()
-        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = _device(args.device)
         model = load_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, device=device)
         section = ModelConfig(path=args.model, tokenizer=args.tokenizer, trust_remote_code=args.trust_remote_code)
         tokenizer = load_tokenizer(section, vocab_size=model.config.vocab_size)
@@ -51,7 +54,7 @@ def generate_command(args: argparse.Namespace) -> int:
             model,
             eos_token_ids=eos_token_ids(tokenizer, model),
             tokenizer=tokenizer,
-            max_sequences=args.max_sequences,
+            max_sequences=min(args.max_sequences, sum(request.n for request in requests)),
             max_length=max(len(request.prompt_ids) + request.max_tokens for request in requests),
         )
         by_id = {request.id: (request, prompt) for request, prompt in zip(requests, prompts, strict=True)}
@@ -75,27 +78,23 @@ def read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; --file takes JSON lines with `problem` or `prompt`")
     prompts = []
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not JSON: {error}") from None
-            text = row.get("prompt", row.get("problem")) if isinstance(row, dict) else None
-            if not isinstance(text, str) or not text:
-                raise DataError(f"{path}:{number}: no text under `prompt` or `problem`")
-            seed = row.get("seed", args.seed)
-            if not isinstance(seed, int):
-                raise DataError(f"{path}:{number}: seed is {seed!r}, but it must be a whole number")
-            prompts.append({"id": str(row.get("id", number - 1)), "text": text, "seed": seed})
+    for where, row in read_files(path):
+        text = row.get("prompt", row.get("problem"))
+        if not isinstance(text, str) or not text:
+            raise DataError(f"{where}: no text under `prompt` or `problem`")
+        seed = row.get("seed", args.seed)
+        if not isinstance(seed, int):
+            raise DataError(f"{where}: seed is {seed!r}, but it must be a whole number")
+        line = int(where.rpartition(":")[2])
+        prompts.append({"id": str(row.get("id", line - 1)), "text": text, "seed": seed})
     if not prompts:
         raise DataError(f"{path}: holds no prompt")
     return prompts
 
 
 def _request(args: argparse.Namespace, tokenizer: Any, prompt: dict[str, Any]) -> Request:
+    if not encodable(prompt["text"] + (args.system or "")):
+        raise DataError(f"prompt {prompt['id']}: it holds characters that are no text (half a surrogate pair, or no UTF-8)")
     if args.raw:
         ids = list(tokenizer(prompt["text"], add_special_tokens=False)["input_ids"])
     else:
@@ -145,6 +144,20 @@ def _record(completion: Completion, request: Request, prompt: dict[str, Any], to
         "logprob": sum(completion.logprobs),
         "seed": request.seed,
     }
+
+
+def _device(given: str | None) -> str:
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        known = torch.device(device).type in ("cpu", "cuda")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PosttrainError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if not known:
+        raise PosttrainError(f"--device {device}: it must be cpu or cuda")
+    return device
 
 
 @contextlib.contextmanager

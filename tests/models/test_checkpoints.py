@@ -107,6 +107,9 @@ def test_broken_folders(folder, tmp_path):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="configuration cannot be read"):
         load_model(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="configuration cannot be read"):
+        load_model(folder)
     shutil.rmtree(folder)
     folder.mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):

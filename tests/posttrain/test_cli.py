@@ -268,6 +268,12 @@ def test_generate_a_file(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
         (["--prompt", "1+1=?", "--n", "0"], "n=0"),
         (["--file", "absent.jsonl"], "no such file"),
         (["--prompt", "1+1=?", "--output", "/nowhere/x"], "--output"),
+        (["--prompt", "1+1=?", "--max-sequences", "0"], "--max-sequences 0"),
+        (["--prompt", "1+1=?", "--stop", ""], "--stop"),
+        (["--prompt", "1+1=?", "--device", "nonsense"], "--device nonsense"),
+        (["--prompt", "1+1=?", "--device", "meta"], "--device meta"),
+        (["--prompt", "1\udcff"], "no text"),
+        (["--prompt", "1<|end|>"], "special token"),
     ],
 )
 def test_generate_mistakes(checkpoint: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,9 +285,11 @@ def test_generate_mistakes(checkpoint: Path, arguments: list[str], said: str, ca
     ("content", "said"),
     [
         ("", "no prompt"),
-        ("{", ":1: not JSON"),
+        ("{", ":1: not valid JSON"),
         ('{"text": "x"}', "no text"),
-        ('["x"]', "no text"),
+        ('["x"]', "a JSON object was expected"),
+        ("[" * 100_000, ":1: cannot be read as JSON"),
+        ('{"prompt": "\\ud800"}', "no text"),
         ('{"prompt": "x", "seed": "y"}', "seed"),
     ],
 )
@@ -294,6 +302,25 @@ def test_generate_bad_files(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "/dev/null"])
+def test_paths_that_cannot_be_recipes(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", path]) == 2
+    assert "posttrain: " in capsys.readouterr().err
+
+
 def test_generate_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", str(tmp_path / "absent"), "--prompt", "x"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_generate_files_that_are_no_text(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in (("a.jsonl", b'{"prompt": "\xe9"}'), ("b.gz", b"no gzip")):
+        (tmp_path / name).write_bytes(content)
+        assert cli.main(["generate", str(checkpoint), "--file", str(tmp_path / name)]) == 2
+        assert "cannot be read" in capsys.readouterr().err
+
+
+def test_generate_takes_no_more_memory_than_the_samples_need(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(checkpoint), "--prompt", "1+1=?", "--max-tokens", "2", "--max-sequences", str(10**9)]
+    assert cli.main(command) == 0
+    assert len(lines(capsys.readouterr().out)) == 1

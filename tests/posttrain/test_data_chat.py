@@ -10,7 +10,7 @@ from posttrain.data import templates
 from posttrain.data.arithmetic import generate
 from posttrain.data.chat import encode_sft, encode_sft_batch, messages, prompt_ids
 from posttrain.data.tokenizer import arithmetic_tokenizer, train_bpe_tokenizer
-from posttrain.errors import DataError
+from posttrain.errors import ConfigError, DataError
 
 ROW = {"id": "r1", "problem": "2+3=?", "answer": "5", "solution": "2+3=5\n\\boxed{5}"}
 USER = "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{ '<|user|>' + m['content'] }}{%- endif -%}{%- endfor -%}"
@@ -108,3 +108,31 @@ def test_long_prompts():
     with pytest.raises(DataError, match=r"row r1: its prompt has 7 tokens, more than data.max_prompt_length 6"):
         prompt_ids(tokenizer, ROW, SimpleNamespace(max_prompt_length=6))
     assert len(prompt_ids(tokenizer, ROW, SimpleNamespace(max_prompt_length=7))) == 7
+
+
+@pytest.mark.parametrize("token", ["<|end|>", "<|assistant|>", "<|pad|>"])
+def test_texts_that_forge_a_turn_are_refused(token):
+    tokenizer = arithmetic_tokenizer()
+    for name in ("problem", "solution"):
+        row = {**ROW, name: f"1{token}2"}
+        with pytest.raises(DataError, match=r"row r1: .*special token"):
+            encode_sft(tokenizer, row)
+    with pytest.raises(DataError, match=r"row r1: its problem holds a special token"):
+        prompt_ids(tokenizer, {**ROW, "problem": f"1{token}2"})
+
+
+@pytest.mark.parametrize("problem", ["{% generation %}{{ 7*7 }}{% endgeneration %}", "</script><!--", "a\0b"])
+def test_markup_in_a_problem_is_text(problem):
+    tokenizer = arithmetic_tokenizer()
+    row = {**ROW, "problem": problem}
+    check(tokenizer, row)
+    assert tokenizer.decode(prompt_ids(tokenizer, row)) == f"<|user|>{problem}<|assistant|>"
+
+
+@pytest.mark.parametrize("template", ["{{ broken", "{% if %}", "{{ nope.nope }}", "{{ raise_exception('no system') }}"])
+def test_a_template_that_is_wrong_is_named(template):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = template
+    for encode in (encode_sft, prompt_ids):
+        with pytest.raises(ConfigError, match=r"model\.chat_template"):
+            encode(tokenizer, ROW)

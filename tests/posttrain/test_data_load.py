@@ -157,6 +157,29 @@ def test_bad_rows_are_named(tmp_path, text, message):
         load_source(source(tmp_path / "rows.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "rows.jsonl:2: cannot be read as JSON"),
+        ('{"problem": "p", "answer": ' + "9" * 5000 + "}", "rows.jsonl:2: cannot be read as JSON"),
+        (r'{"problem": "a\ud800b", "answer": "1"}', "rows.jsonl:2: its problem holds half a surrogate pair"),
+        (r'{"problem": "p", "answer": "1", "solution": "\udc00"}', "rows.jsonl:2: its solution holds half a surrogate pair"),
+    ],
+)
+def test_lines_that_json_or_text_cannot_hold(tmp_path, line, message):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "p", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_source(source(tmp_path / "rows.jsonl"))
+
+
+def test_a_byte_order_mark_and_windows_lines(tmp_path):
+    content = b'\xef\xbb\xbf{"problem": "p", "answer": 1}\r\n{"problem": "q", "answer": "2"}\r\n'
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert [(row["problem"], row["answer"]) for row in load_source(source(tmp_path / name))] == [("p", "1"), ("q", "2")]
+
+
 def test_unreadable_files(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
     whole = gzip.compress(b'{"problem": "1+1", "answer": "2"}\n' * 50, mtime=0)

@@ -58,6 +58,18 @@ def test_sft(tokenizer, tmp_path):
         prepare_sft(section(train, max_length=3), tokenizer)
 
 
+def test_rows_with_special_tokens_are_left_out_and_counted(tokenizer, tmp_path):
+    forged = [{"id": "p", "problem": "1<|end|>", "answer": "1", "solution": "1"}]
+    forged += [{"id": "s", "problem": "1+0=?", "answer": "1", "solution": "1<|user|>2"}]
+    data = section(SimpleNamespace(kind="jsonl", path=write(tmp_path / "rows.jsonl", rows()[:2] + forged)))
+    prepared = prepare_sft(data, tokenizer)
+    assert [row["id"] for row in prepared.rows] == ["0", "1"]
+    assert prepared.report["dropped"] == {"a special token in the text": 2}
+    prompts = prepare_prompts(data, tokenizer)
+    assert [row["id"] for row in prompts.rows] == ["0", "1", "s"], "prompts have no solution"
+    assert prompts.report["dropped"] == {"a special token in the text": 1}
+
+
 def traces(path, count, length):
     """`count` rows whose solutions have about `length` tokens, no two the same."""
     digits = [str((row * 7919 + at) % 9973) for row in range(count) for at in range(0, length, 4)]

@@ -120,6 +120,10 @@ def test_what_cannot_work_is_refused(tokenizer, tmp_path):
     (tmp_path / "model/config.json").write_text('{"vocab_size": 32}')
     with pytest.raises(CheckpointError, match="vocab_size is 32"):
         load_tokenizer(model(tokenizer="arithmetic", path=str(tmp_path / "model")))
+    for text in ("{", "[]"):
+        (tmp_path / "model/config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="not a configuration"):
+            load_tokenizer(model(tokenizer="arithmetic", path=str(tmp_path / "model")))
     with pytest.raises(ConfigError, match="neither a file"):
         load_tokenizer(model(tokenizer="arithmetic", chat_template="alpaca"))
     with pytest.raises(ConfigError, match=r"<\|im_start\|>"):

@@ -84,6 +84,13 @@ def test_rewards_get_text_ids_and_columns_once_a_completion():
     assert calls.columns["completion_ids"][0] == [5, 2] and "prompt_ids" not in calls.columns
 
 
+def test_columns_named_like_what_rewards_are_given_do_not_collide():
+    calls = Calls()
+    rows = [{**row, "completions": "x", "prompts": "y", "completion_ids": "z"} for row in ROWS]
+    scorer(calls).score(rows, COMPLETIONS, gather=lambda x: x)
+    assert calls.columns["completions"][0] == "52" and calls.columns["prompts"][0] == "1+1"
+
+
 def test_none_is_never_a_wrong_zero():
     scored = score(scale_rewards="none")
     # Rewards 1.5 0.5 1.5 1.5, mean 1.25.

@@ -154,3 +154,20 @@ def test_an_unknown_or_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be read as a tokenizer's: KeyError: 'vocab'"):
         estimate(small(tmp_path, f"model={{init: {{}}, tokenizer: {tmp_path}}}"))
+
+
+@pytest.mark.parametrize("config", ["[]", "{", '{"model_type": "sse_h", "hidden_size": "a"}', '{"num_hidden_layers": "x"}'])
+def test_check_names_a_configuration_that_is_none(tmp_path: Path, config: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    given = small(tmp_path, f"model.path={tmp_path}/model", "model.init=null")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        model_fields(given)
+
+
+def test_check_reads_data_as_training_does(tmp_path: Path) -> None:
+    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"problem": "1+1=?", "answer": "2"}\n')
+    assert estimate(small(tmp_path, f"data.train={{path: {tmp_path}/bom.jsonl}}"))
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read as JSON lines"):
+        estimate(small(tmp_path, f"data.train={{path: {tmp_path}/deep.jsonl}}"))

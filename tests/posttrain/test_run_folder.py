@@ -151,6 +151,8 @@ def test_a_place_that_cannot_be_a_folder(recipe, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="run_dir="):
         RunFolder.open(recipe(f"run_dir={tmp_path}/file/run"), resume=False)
+    with pytest.raises(RunFolderError, match="null"):
+        RunFolder.open(recipe(f'run_dir="{tmp_path}/a\\0b"'), resume=False)
 
 
 def test_damaged_files(recipe) -> None:
@@ -158,9 +160,13 @@ def test_damaged_files(recipe) -> None:
         (run.path / "stages.json").write_text("{")
         with pytest.raises(RunFolderError, match="damaged"):
             run.stage_done("sft")
-    (run.path / "config.yaml").write_text("a: [")
-    with pytest.raises(RunFolderError, match="damaged"):
-        RunFolder.open(recipe(), resume=False)
+        (run.path / "stages.json").write_text("null")
+        with pytest.raises(RunFolderError, match="damaged"):
+            run.stage_done("sft")
+    for content in (b"a: [", b"", b"- a", b"\xff\xfe"):
+        (run.path / "config.yaml").write_bytes(content)
+        with pytest.raises(RunFolderError, match="damaged"):
+            RunFolder.open(recipe(), resume=False)
 
 
 def test_metrics_survive_a_torn_line(tmp_path: Path) -> None:

@@ -68,6 +68,16 @@ def test_bad_input_of_a_later_stage_stops_the_run_at_once(tmp_path, sections, me
     assert not (run.path / "base").exists()
 
 
+@pytest.mark.parametrize("values", [(1, "one"), ({"a": 1}, 3), (10**30, 1), ("\ud800", "b")])
+def test_a_column_that_cannot_be_stored_is_named(tmp_path, values):
+    source = tmp_path / "prompts.jsonl"
+    rows = [{"problem": f"{i}+1=?", "answer": str(i + 1), "own": values[i % 2]} for i in range(8)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = recipe(tmp_path, data={"prompts": {"kind": "jsonl", "path": str(source)}})
+    with pytest.raises(DataError, match=r"column 'own' do not fit together"):
+        prepare(given, run_of(given), ["grpo"])
+
+
 def test_a_resume_keeps_the_prompts_it_was_trained_on(tmp_path):
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"id": str(i), "problem": f"{i}+1=?", "answer": str(i + 1)}) + "\n" for i in range(8)))

@@ -118,6 +118,13 @@ def test_entries_that_cannot_be_built(entry, message):
         build_rewards({"functions": [entry]})
 
 
+@pytest.mark.parametrize("text", ["nonsense\n", "1 / 0\n", "def f(:\n", "import no_such_package_at_all\n"])
+def test_a_file_that_fails_while_it_is_loaded(tmp_path, text):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(RewardError, match=r"cannot load .*own\.py: \w+Error"):
+        build_rewards({"functions": [{"path": f"{tmp_path}/own.py:f"}]})
+
+
 def test_a_reward_that_raises_is_named_with_its_sample():
     def picky(prompts, completions, answer, **columns):
         return [1.0 / int(gold) for gold in answer]
