@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import RunFolderError
 from posttrain.run_folder import RunFolder
 
 # The file is opened in a browser: a few megabytes at most, however long the run was.
@@ -40,9 +43,9 @@ def collect(run_path: Path) -> dict[str, Any]:
     return {
         "name": Path(run_path).resolve().name,
         "config": config,
-        "stages": json.loads(_read_text(run_path / "stages.json") or "{}"),
+        "stages": _read_json(run_path / "stages.json", {}),
         "curves": _curves(run),
-        "evaluation": json.loads(_read_text(run_path / "eval" / "results.json") or "[]"),
+        "evaluation": _read_json(run_path / "eval" / "results.json", []),
         "rollouts": _rollouts(run_path / "rollouts"),
         "eval_samples": _eval_samples(run_path / "eval"),
     }
@@ -50,6 +53,21 @@ def collect(run_path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _read_json(path: Path, absent: Any) -> Any:
+    """A file's JSON, or `absent`; RunFolderError where the file is damaged, named, so that the user can delete it."""
+    with _damage_named(path):
+        return json.loads(_read_text(path)) if path.exists() else absent
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    # pyarrow's ArrowInvalid and json's and Unicode's errors are ValueErrors; a truncated Parquet footer is an OSError.
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}); delete it and write the report again") from error
 
 
 def _curves(run: RunFolder) -> list[dict[str, Any]]:
@@ -69,12 +87,11 @@ def _thin(items: list[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _shorten(text: str) -> str:
-    return (
-        text
-        if len(text) <= MAX_TEXT
-        else f"{text[: MAX_TEXT // 2]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-MAX_TEXT // 2 :]}"
-    )
+def _shorten(text: str | None) -> str:
+    if text is None or len(text) <= MAX_TEXT:
+        return text or ""
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-half:]}"
 
 
 def _rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -84,30 +101,33 @@ def _rollouts(folder: Path) -> list[dict[str, Any]]:
     columns = ["step", "prompt", "completion", "answer", "reward", "rewards", "correct", "advantage", "length", "finish_reason"]
     for file in _thin(sorted(folder.glob("step-*.parquet")), MAX_ROLLOUT_STEPS):
         # A step's rows come group by group: the first ones are whole groups.
-        for row in pq.read_table(file, columns=columns).slice(0, MAX_SAMPLES_PER_STEP).to_pylist():
-            samples.append(
-                row | {"rewards": dict(row["rewards"] or []), **{k: _shorten(row[k] or "") for k in ("prompt", "completion")}}
-            )
+        with _damage_named(file):
+            rows = pq.read_table(file, columns=columns).slice(0, MAX_SAMPLES_PER_STEP).to_pylist()
+        for row in rows:
+            texts = {name: _shorten(row[name]) for name in ("prompt", "completion")}
+            samples.append({**row, **texts, "rewards": dict(row["rewards"] or [])})
     return samples
 
 
 def _eval_samples(folder: Path) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     for file in sorted(folder.glob("*/*/samples.jsonl")):
-        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        for line in lines[:MAX_EVAL_SAMPLES]:
-            sample = json.loads(line)
-            samples.append(
-                {
-                    "model": file.parent.parent.name,
-                    "suite": file.parent.name,
-                    "id": sample["problem_id"],
-                    "prompt": _shorten(sample["problem"]),
-                    "completion": _shorten(sample["text"]),
-                    "answer": sample["gold"],
-                    "correct": sample["correct"],
-                    "length": sample["length"],
-                    "finish_reason": sample["finish_reason"],
-                }
-            )
+        # The text behind the last newline is a line that a running evaluation is writing.
+        for line in _read_text(file).split("\n")[:-1][:MAX_EVAL_SAMPLES]:
+            with _damage_named(file):
+                samples.append(_eval_sample(json.loads(line), file))
     return samples
+
+
+def _eval_sample(sample: dict[str, Any], file: Path) -> dict[str, Any]:
+    return {
+        "model": file.parent.parent.name,
+        "suite": file.parent.name,
+        "id": sample["problem_id"],
+        "prompt": _shorten(sample["problem"]),
+        "completion": _shorten(sample["text"]),
+        "answer": sample["gold"],
+        "correct": sample["correct"],
+        "length": sample["length"],
+        "finish_reason": sample["finish_reason"],
+    }

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from posttrain.errors import RunFolderError
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.report import write_report
 from posttrain.run_folder import RunFolder
@@ -89,3 +90,20 @@ def test_page_needs_no_network(tmp_path):
 
 def test_report_of_an_empty_folder(tmp_path):
     assert embedded(write_report(tmp_path).read_text())["curves"] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["stages.json", "eval/results.json", "eval/base/toy/samples.jsonl", "rollouts/step-000001.parquet"]
+)
+def test_a_damaged_file_is_named(tmp_path, name):
+    fill(tmp_path)
+    (tmp_path / name).write_text("{broken\n")
+    with pytest.raises(RunFolderError, match=name.rpartition("/")[2]):
+        write_report(tmp_path)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    fill(tmp_path)
+    with (tmp_path / "eval/base/toy/samples.jsonl").open("a") as file:
+        file.write('{"problem_id": "p2", "pro')
+    assert [sample["id"] for sample in embedded(write_report(tmp_path).read_text())["eval_samples"]] == ["p1"]
