@@ -177,13 +177,14 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Row]]:
 def _read_hub(source: Any, name: str) -> Iterator[tuple[str, Row]]:
     """Streams a hub dataset: a limit of 100 rows downloads little more than 100 rows."""
     import datasets
+    from datasets.exceptions import DatasetsError
 
     split = getattr(source, "split", None) or "train"
-    options = {"name": getattr(source, "name", None), "revision": getattr(source, "revision", None)}
+    configuration, revision = getattr(source, "name", None), getattr(source, "revision", None)
     try:
-        stream = datasets.load_dataset(name, split=split, streaming=True, **options)
+        stream = datasets.load_dataset(name, name=configuration, split=split, revision=revision, streaming=True)
     # What the hub raises has many types; every one of them means that this id, split or configuration cannot be had.
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise DataError(f"hub dataset {name} (split {split}): cannot be loaded: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(stream):
         yield f"{name}[{split}]:{number}", row

@@ -188,7 +188,7 @@ class ModelSampler:
         )
 
     def _grade(self, pairs: list[tuple[dict[str, Any], Completion]]) -> list[Sample]:
-        texts = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for _, completion in pairs]
+        texts = [str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for _, completion in pairs]
         verdicts = self.pool.verify([(row["answer"], text) for (row, _), text in zip(pairs, texts, strict=True)])
         graded = []
         for (row, completion), text, verdict in zip(pairs, texts, verdicts, strict=True):
