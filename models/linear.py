@@ -3,26 +3,30 @@
 Two things break that invariance in PyTorch's CPU kernels, and both are avoided here.
 - A matrix product with few rows takes another code path (a matrix-vector kernel, or a split of the inner dimension across
   threads). `Linear` pads such inputs with zero rows.
-- Elementwise kernels handle the end of a thread's range with scalar `exp`, whose last bit can differ from the vector one's.
-  `elementwise` pads the tensor so that no range ends inside a vector.
-GPU kernels are called as they are.
+- Elementwise kernels handle the end of a thread's range with scalar `exp`, whose last bit can differ from the vector one's:
+  `posttrain.kernels.elementwise`.
+GPU kernels are called as they are, and what is bound by memory there is fused (`posttrain.kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.kernels.elementwise import elementwise, silu
+from posttrain.kernels.rms_norm import rms_norm
+from posttrain.kernels.swiglu import swiglu
+
+__all__ = ["MIN_ROWS", "Linear", "RMSNorm", "SwiGLU", "elementwise", "is_plain", "joint_linear", "silu"]
+
 # Fewest rows whose product has the bits that it has among more rows; measured on AVX-512 and AVX2, 1 to 4 threads.
 MIN_ROWS = 16
-# The unrolled vector loop steps over two AVX-512 registers: 32 floats, 64 half-precision numbers.
-_VECTOR = 64
-# at::internal::GRAIN_SIZE: below it an elementwise kernel runs on one thread.
-_GRAIN = 32768
+# Rows of a joint weight come in eights: 16-byte alignment of half-precision columns, which the fast products ask for.
+_ALIGN = 8
 
 
 class Linear(nn.Linear):
@@ -48,22 +52,26 @@ class Linear(nn.Linear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def elementwise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`fn(x)` for an elementwise `fn`, with bits that do not depend on the shape of `x` (see the module's text)."""
-    numel = x.numel()
-    if x.device.type != "cpu" or numel == 0:
-        return fn(x)
-    threads = 1 if numel < _GRAIN else min(torch.get_num_threads(), -(-numel // _GRAIN))
-    # A padded tensor is cut into `threads` equal ranges, so each must be whole vectors.
-    step = _VECTOR * threads
-    if numel % step == 0 and x.is_contiguous():
-        return fn(x)
-    flat = F.pad(x.reshape(-1), (0, -numel % step))
-    return fn(flat)[:numel].view(x.shape)
+def is_plain(layer: object) -> bool:
+    """Whether a layer is a bias-free `Linear` whose weight may be used without calling it: nothing wraps it (PEFT), watches it
+    (hooks) or shards its weight (FSDP, ZeRO-3)."""
+    if type(layer) is not Linear or layer.bias is not None:
+        return False
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return not hooks and type(layer.weight) in (nn.Parameter, Tensor) and not hasattr(layer.weight, "ds_id")
 
 
-def silu(x: Tensor) -> Tensor:
-    return elementwise(F.silu, x)
+def joint_linear(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """`[layer(x) for layer in layers]`, on a GPU in one product: narrow layers are bound by reading x, and each reads it anew,
+    in the backward pass three times over. x [T, in] -> [T, out_i]; views of one tensor where joint."""
+    if not x.is_cuda or not all(is_plain(layer) for layer in layers):
+        return [layer(x) for layer in layers]
+    widths = [layer.weight.shape[0] for layer in layers]
+    padding = [-width % _ALIGN for width in widths]
+    weights = [F.pad(layer.weight, (0, 0, 0, pad)) if pad else layer.weight for layer, pad in zip(layers, padding, strict=True)]
+    whole = F.linear(x, torch.cat(weights))
+    columns = whole.split([width + pad for width, pad in zip(widths, padding, strict=True)], dim=-1)
+    return [part if part.shape[-1] == width else part[..., :width] for part, width in zip(columns, widths, strict=True)]
 
 
 class RMSNorm(nn.Module):
@@ -75,9 +83,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -93,4 +99,4 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

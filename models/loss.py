@@ -1,4 +1,8 @@
-"""Cross-entropy over packed tokens without [T, vocabulary] logits: chunks of rows, recomputed in the backward pass."""
+"""Cross-entropy over packed tokens without [T, vocabulary] logits: chunks of rows.
+
+On a GPU the head's gradients are made in the forward pass (`posttrain.kernels.linear_cross_entropy`); elsewhere, and for a head
+that is more than a plain product, chunks are recomputed in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from posttrain.kernels.linear_cross_entropy import linear_cross_entropy
+from posttrain.models.linear import is_plain
 
 IGNORE = -100
 # Rows whose logits exist at once: 1024 rows of a 152K vocabulary are 0.6 GB in fp32.
@@ -24,6 +31,13 @@ def shift_labels(labels: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _chunk_loss(hidden: Tensor, targets: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
     return F.cross_entropy(lm_head(hidden).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def _fused_loss(hidden: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Sum over the tokens, fp32, in the precision that autocast would give the head."""
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else torch.promote_types(hidden.dtype, weight.dtype)
+    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, ignore_index=IGNORE).float()
 
 
 def chunked_cross_entropy(
@@ -43,13 +57,16 @@ def chunked_cross_entropy(
         # Dropping the prompt's rows halves the work; on a GPU it would make the host wait for the mask.
         rows = (targets != IGNORE).nonzero().squeeze(-1)
         hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-    total = hidden.sum() * 0.0
-    total = total.float()
-    for h, t in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-        if torch.is_grad_enabled():
-            total = total + checkpoint(_chunk_loss, h, t, lm_head, use_reentrant=False)
-        else:
-            total = total + _chunk_loss(h, t, lm_head)
+    if hidden.is_cuda and is_plain(lm_head):
+        total = _fused_loss(hidden, targets, lm_head.weight)
+    else:
+        total = hidden.sum() * 0.0
+        total = total.float()
+        for h, t in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
+            if torch.is_grad_enabled():
+                total = total + checkpoint(_chunk_loss, h, t, lm_head, use_reentrant=False)
+            else:
+                total = total + _chunk_loss(h, t, lm_head)
     if num_items is None:
         num_items = (targets != IGNORE).sum().clamp(min=1)
     elif isinstance(num_items, Tensor):

@@ -1,10 +1,15 @@
 """Fixtures shared by every test."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+# Without a GPU Triton's kernels run interpreted; Triton reads this when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

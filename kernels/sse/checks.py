@@ -19,7 +19,8 @@ class Inputs:
     Shapes: q1, k1 [T,H,K] or None (no shared partition); g1 [T,H,K] (GLA) or [T,H] (gated delta rule); b1 [T,H] or None;
     q2, k2, g2, b2 the same with [T, 1|R, ...]; v [T,H,V]; v2 [T, 1|R, H, V], which is v where same_values;
     weight [T,R]; index [T,R] int64;
-    cu_seqlens [S+1] on the device of v; initial_state [S,1+N,H,K,V]; longest: the longest sequence's length where it is
+    cu_seqlens [S+1] on the device of v; initial_state [S,1+N,H,K,V], expanded zeros
+    unless has_initial_state; longest: the longest sequence's length where it is
     known without asking a device, else T.
     """
 
@@ -38,6 +39,7 @@ class Inputs:
     index: Tensor
     cu_seqlens: Tensor
     initial_state: Tensor
+    has_initial_state: bool
     num_partitions: int
     scale: float
     gate: Gate
@@ -77,71 +79,93 @@ def check_inputs(
     gate: Gate,
     chunk_size: int,
     is_gdn: bool,
-    needs_state: bool = True,
 ) -> Inputs:
     """Shapes and options are checked always; values (cu_seqlens, index) only where they lie on the CPU, so a GPU never waits.
 
     Raises:
         ValueError: names the argument, what was given and what is allowed.
     """
+    _check_options(gate, num_partitions, chunk_size)
+    tokens, heads, value_dim = _check_values(v)
+    routes = _check_index(index, tokens, num_partitions)
+    _expect("weight", weight, (tokens, routes))
+    key_dim = _check_query(q2)
+    shared: dict[str, Tensor | None] = {"q1": q1, "k1": k1, "g1": g1}
+    routed: dict[str, Tensor | None] = {"q2": q2, "k2": k2, "g2": g2}
+    keys, scalars = (heads, key_dim), (heads,)
+    tails = {"q": keys, "k": keys, "g": keys}
+    if is_gdn:
+        shared["b1"], routed["b2"] = b1, b2
+        tails |= {"g": scalars, "b": scalars}
+    _check_shared(shared, tokens, tails)
+    with_route = {name: _with_route(name, a, tokens, routes, tails[name[0]]) for name, a in routed.items()}
+    sequences, longest = _check_cu_seqlens(cu_seqlens, tokens)
+    if v.device.type == "cpu":
+        _check_index_values(index, num_partitions)
+    has_initial_state = initial_state is not None
+    initial_state = _check_state(initial_state, (sequences, 1 + num_partitions, heads, key_dim, value_dim), v)
+    _one_device(v, {**shared, **routed, "v2": v2, "weight": weight, "index": index, "initial_state": initial_state})
+    return Inputs(
+        q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),
+        q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
+        v=v, same_values=v2 is None, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
+        weight=weight, index=index, cu_seqlens=cu_seqlens.to(v.device, non_blocking=True), initial_state=initial_state,
+        has_initial_state=has_initial_state, num_partitions=num_partitions, 
+        scale=key_dim**-0.5 if scale is None else float(scale), gate=gate, chunk_size=chunk_size, is_gdn=is_gdn, longest=longest,
+    )  # fmt: skip
+
+
+def _check_options(gate: Gate, num_partitions: int, chunk_size: int) -> None:
     if gate not in GATES:
         raise ValueError(f"gate={gate!r}, but it must be one of {', '.join(GATES)}")
     if num_partitions < 1:
         raise ValueError(f"num_partitions={num_partitions}, but at least one routed partition is needed")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}, but it must be at least 1")
+
+
+def _check_values(v: Tensor) -> tuple[int, int, int]:
+    """Returns (T, H, V)."""
     if v.ndim != 3 or not v.is_floating_point():
         raise ValueError(f"v must be a floating-point [T, H, V], got {v.dtype} of shape {tuple(v.shape)}")
     tokens, heads, value_dim = v.shape
-    if index.ndim != 2 or index.shape[0] != tokens or not 1 <= index.shape[1] <= num_partitions or index.dtype != torch.int64:
+    return tokens, heads, value_dim
+
+
+def _check_index(index: Tensor, tokens: int, partitions: int) -> int:
+    """Type and shape only; returns R."""
+    if index.ndim != 2 or index.shape[0] != tokens or not 1 <= index.shape[1] <= partitions or index.dtype != torch.int64:
         raise ValueError(
-            f"index must be int64 [T, R] with T={tokens} and 1 <= R <= {num_partitions}, "
+            f"index must be int64 [T, R] with T={tokens} and 1 <= R <= {partitions}, "
             f"got {index.dtype} of shape {tuple(index.shape)}"
         )
-    routes = index.shape[1]
-    _expect("weight", weight, (tokens, routes))
+    return index.shape[1]
+
+
+def _check_query(q2: Tensor) -> int:
+    """The routed query tells the key width; returns K."""
     if q2.ndim not in (3, 4):
         raise ValueError(f"q2 must be [T, H, K] or [T, R, H, K], got shape {tuple(q2.shape)}")
-    key_dim = q2.shape[-1]
-    keys, scalars = (heads, key_dim), (heads,)
-    shared = {"q1": (q1, keys), "k1": (k1, keys), "g1": (g1, scalars if is_gdn else keys)}
-    routed = {"q2": (q2, keys), "k2": (k2, keys), "g2": (g2, scalars if is_gdn else keys)}
-    if is_gdn:
-        shared["b1"], routed["b2"] = (b1, scalars), (b2, scalars)
-    given = [name for name, (a, _) in shared.items() if a is not None]
+    return q2.shape[-1]
+
+
+def _check_shared(shared: dict[str, Tensor | None], tokens: int, tails: dict[str, tuple[int, ...]]) -> None:
+    """The shared partition's tensors, all or none; `tails` holds each one's shape after T, by its first letter."""
+    given = [name for name, a in shared.items() if a is not None]
     if given and len(given) < len(shared):
         raise ValueError(f"without a shared partition {', '.join(shared)} are all None; only {', '.join(given)} was given")
-    for name, (a, tail) in shared.items():
+    for name, a in shared.items():
         if a is not None:
-            _expect(name, a, (tokens, *tail))
-    with_route = {name: _with_route(name, a, tokens, routes, tail) for name, (a, tail) in routed.items()}
-    sequences, longest = _check_cu_seqlens(cu_seqlens, tokens)
-    if v.device.type == "cpu":
-        _check_index_values(index, num_partitions)
-    state_shape = (sequences, 1 + num_partitions, heads, key_dim, value_dim)
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+            _expect(name, a, (tokens, *tails[name[0]]))
+
+
+def _check_state(initial_state: Tensor | None, shape: tuple[int, ...], v: Tensor) -> Tensor:
+    """The given state, or one zero seen as the whole shape: nobody writes to it."""
     if initial_state is None:
-        empty = torch.zeros((), dtype=dtype, device=v.device)
-        initial_state = torch.zeros(state_shape, dtype=dtype, device=v.device) if needs_state else empty.expand(state_shape)
-    _expect("initial_state", initial_state, state_shape)
-    _one_device(
-        v,
-        {
-            **{n: a for n, (a, _) in {**shared, **routed}.items()},
-            "v2": v2,
-            "weight": weight,
-            "index": index,
-            "initial_state": initial_state,
-        },
-    )
-    return Inputs(
-        q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),
-        q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
-        v=v, same_values=v2 is None, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
-        weight=weight, index=index, cu_seqlens=cu_seqlens.to(v.device, non_blocking=True), initial_state=initial_state,
-        num_partitions=num_partitions, scale=key_dim**-0.5 if scale is None else float(scale),
-        gate=gate, chunk_size=chunk_size, is_gdn=is_gdn, longest=longest,
-    )  # fmt: skip
+        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        return torch.zeros((), dtype=dtype, device=v.device).expand(shape)
+    _expect("initial_state", initial_state, shape)
+    return initial_state
 
 
 def _expect(name: str, a: Tensor, shape: tuple[int, ...]) -> None:

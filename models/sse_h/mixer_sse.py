@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.kernels.pair_map import Map, log_decay, pair_map
+from posttrain.kernels.pair_map.reference import map_reference
 from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
-from posttrain.models.linear import Linear, RMSNorm, elementwise, silu
+from posttrain.models.linear import Linear, RMSNorm, elementwise, is_plain, joint_linear, silu
 from posttrain.models.packing import Part
 from posttrain.models.sse_h.configuration import SSEHConfig
 
@@ -39,6 +41,29 @@ def low_rank(inputs: int, rank: int, outputs: int, *, bias: bool = False, zero_i
     return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias, zero_init=zero_init))
 
 
+class NarrowProducts:
+    """Calls router, gates and adapters (a `Linear` or a `low_rank` pair each) on one x [T, hidden]; on a GPU their first products
+    are made together: all of them are narrow."""
+
+    def __init__(self, x: Tensor, modules: Sequence[nn.Module]) -> None:
+        self._x = x
+        self._parts: dict[nn.Module, Tensor] = {}
+        if x.is_cuda:
+            plain = [m for m in modules if is_plain(m) or (type(m) is nn.Sequential and not _hooked(m) and is_plain(m[0]))]
+            firsts = [m[0] if isinstance(m, nn.Sequential) else m for m in plain]
+            self._parts = dict(zip(plain, joint_linear(x, firsts), strict=True)) if plain else {}
+
+    def __call__(self, module: nn.Module) -> Tensor:
+        part = self._parts.get(module)
+        if part is None:
+            return module(self._x)
+        return module[1](part) if isinstance(module, nn.Sequential) else part
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def l2_normalize(x: Tensor) -> Tensor:
     y = x.float()
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _L2_EPS)).to(x.dtype)
@@ -46,6 +71,9 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 class SSEMixerBase(nn.Module):
     """What both transitions share: projections, router, output norm and gate. x [T, hidden] -> [T, hidden]."""
+
+    # Keys of an "sse_gdn" layer are always silu.
+    key_map: Map = "silu"
 
     def __init__(self, config: SSEHConfig) -> None:
         super().__init__()
@@ -82,19 +110,24 @@ class SSEMixerBase(nn.Module):
     ) -> MixerOutput:
         """`parts` cover the packed tokens; with a `state`, they say which slots their sequences continue (no gradients then).
         `router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
-        probs, weight, index = self._route(x, router_index)
-        q1, k1, q2, k2, v, v2 = self._project(x, index)
-        o = self._mix_parts(x, (q1, k1, q2, k2, v, weight, index), v2, parts, state)
+        narrow = NarrowProducts(x, self._narrow_modules())
+        probs, weight, index = self._route(narrow(self.e_proj), router_index)
+        q1, k1, q2, k2, v, v2 = self._project(x, index, narrow)
+        o = self._mix_parts((q1, k1, q2, k2, v, weight, index), self._gates(narrow), v2, parts, state)
         y = self.o_norm(o).reshape(x.shape[0], -1)
         if self.g_proj is not None:
             y = y * silu(self.g_proj(x))
         balance = balance_loss(probs, index) if with_balance_loss else None
         return MixerOutput(o=o, y=self.o_proj(y), balance_loss=balance, index=index)
 
+    def _narrow_modules(self) -> list[nn.Module]:
+        adapters = [self.lora_q_proj, self.lora_k_proj] if self.projections == "adapter" else []
+        return [self.e_proj, *adapters, *self._gate_modules()]
+
     def _mix_parts(
         self,
-        x: Tensor,
         tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        gates: tuple[Tensor, ...],
         v2: Tensor | None,
         parts: Sequence[Part],
         state: ChunkState | None,
@@ -109,31 +142,35 @@ class SSEMixerBase(nn.Module):
             if v2 is not None:
                 common["v2"] = v2 if rows is None else v2[rows]
             if rows is None:
-                return self._mix(x, *tensors, common)
+                return self._mix(*tensors, gates, common)
             q1, k1, q2, k2, v, weight, index = (a[rows] for a in tensors)
-            done = self._mix(x[rows], q1, k1, q2, k2, v, weight, index, common)
-            o = done.new_empty(x.shape[0], *done.shape[1:]) if o is None else o
+            done = self._mix(q1, k1, q2, k2, v, weight, index, tuple(a[rows] for a in gates), common)
+            o = done.new_empty(tensors[0].shape[0], *done.shape[1:]) if o is None else o
             o[rows] = done
         assert o is not None, "a forward has at least one part"
         return o
 
-    def _route(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        probs, weight, index = route(self.e_proj(x), self.selected)
+    def _route(self, logits: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        probs, weight, index = route(logits, self.selected)
         if given is None:
             return probs, weight, index
-        index = given.to(device=x.device, dtype=torch.long)
+        index = given.to(device=logits.device, dtype=torch.long)
         return probs, probs.gather(-1, index), index
 
-    def _project(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _project(
+        self, x: Tensor, index: Tensor, narrow: NarrowProducts
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q1, k1 [T, H, K], q2, k2 ([T, R, H, K] with a projection a partition), v [T, H, V] and v2 [T, R, H, V] or None."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self._heads(silu(self.v_proj(x)))
-        q1, k1 = self._heads(silu(q)), self._map_key(k)
+        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(silu(self.v_proj(x)))
+        if self.projections == "adapter":
+            q1, q2 = pair_map(q, self._heads(narrow(self.lora_q_proj)).to(q.dtype), "silu")
+            k1, k2 = pair_map(k, self._heads(narrow(self.lora_k_proj)).to(k.dtype), self.key_map)
+            return q1, k1, q2, k2, v, None
+        q1, k1 = silu(q), self._map_key(k)
         if self.projections == "shared":
             return q1, k1, q1, k1, v, None
-        if self.projections == "adapter":
-            return q1, k1, self._heads(silu(q + self.lora_q_proj(x))), self._map_key(k + self.lora_k_proj(x)), v, None
         q2, k2, v2 = (self._chosen(p(x), index) for p in (self.partition_q_proj, self.partition_k_proj, self.partition_v_proj))
-        return q1, k1, self._heads(silu(q2)), self._map_key(k2), v, self._heads(silu(v2))
+        return q1, k1, self._heads(silu(q2)), self._map_key(self._heads(k2)), v, self._heads(silu(v2))
 
     def _chosen(self, x: Tensor, index: Tensor) -> Tensor:
         """[T, N * width] -> [T, R, width], the rows of the selected partitions."""
@@ -144,11 +181,17 @@ class SSEMixerBase(nn.Module):
         return x.view(*x.shape[:-1], self.heads, self.head_dim)
 
     def _map_key(self, k: Tensor) -> Tensor:
+        return map_reference(k, self.key_map)
+
+    def _gate_modules(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
+        """What `_mix` takes as `gates`: tensors of T rows."""
         raise NotImplementedError
 
     def _mix(
         self,
-        x: Tensor,
         q1: Tensor,
         k1: Tensor,
         q2: Tensor,
@@ -156,9 +199,10 @@ class SSEMixerBase(nn.Module):
         v: Tensor,
         weight: Tensor,
         index: Tensor,
+        gates: tuple[Tensor, ...],
         common: dict[str, Any],
     ) -> Tensor:
-        """Gates, then the operator with the keyword arguments `common`; tensors as in `posttrain.kernels.sse.sse`."""
+        """The operator with the keyword arguments `common`; tensors as in `posttrain.kernels.sse.sse`."""
         raise NotImplementedError
 
 
@@ -167,18 +211,19 @@ class SSEMixer(SSEMixerBase):
 
     def __init__(self, config: SSEHConfig) -> None:
         super().__init__(config)
-        self.key_map = config.key_map
+        self.key_map = "softmax" if config.key_map == "softmax" else "silu"
         self.normalizer = config.gate_logit_normalizer
         width = self.heads * self.head_dim
         self.gk_proj = nn.ModuleList(low_rank(config.hidden_size, config.gate_rank, width, bias=True) for _ in range(2))
 
-    def _map_key(self, k: Tensor) -> Tensor:
-        if self.key_map == "silu":
-            return self._heads(silu(k))
-        return torch.softmax(self._heads(k), dim=-1, dtype=torch.float32).to(k.dtype)
+    def _gate_modules(self) -> list[nn.Module]:
+        return list(self.gk_proj)
 
-    def _mix(self, x, q1, k1, q2, k2, v, weight, index, common):
-        g1, g2 = (self._heads(elementwise(F.logsigmoid, gate(x).float()) / self.normalizer) for gate in self.gk_proj)
+    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
+        return tuple(self._heads(log_decay(narrow(gate), self.normalizer)) for gate in self.gk_proj)
+
+    def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):
+        g1, g2 = gates
         shared = (q1, k1, g1) if self.shared_partition else (None, None, None)
         if "state" in common:
             return sse_extend(*shared, q2, k2, g2, v, weight, index, **common)
@@ -195,10 +240,17 @@ class SSEGDNMixer(SSEMixerBase):
         self.A_log = nn.Parameter(torch.zeros(2 * self.heads))
         self.dt_bias = nn.Parameter(torch.zeros(2 * self.heads))
 
-    def _map_key(self, k: Tensor) -> Tensor:
-        return self._heads(silu(k))
+    def _gate_modules(self) -> list[nn.Module]:
+        return [self.a_proj, self.b_proj]
 
-    def _mix(self, x, q1, k1, q2, k2, v, weight, index, common):
+    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
+        """g1, g2, b1, b2, each [T, H]."""
+        g = -self.A_log.float().exp() * elementwise(F.softplus, narrow(self.a_proj).float() + self.dt_bias.float())
+        b = elementwise(torch.sigmoid, narrow(self.b_proj).float())
+        return *g.chunk(2, dim=-1), *b.chunk(2, dim=-1)
+
+    def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):
+        g1, g2, b1, b2 = gates
         q1, k1 = l2_normalize(q1), l2_normalize(k1)
         if self.router_gate == "pre_norm":
             # The published layers' order: the norm cancels the weight again, except where it is tiny beside the norm's epsilon.
@@ -206,9 +258,6 @@ class SSEGDNMixer(SSEMixerBase):
             q2, k2 = ((x2 if x2.dim() == 4 else x2[:, None]) * scale for x2 in (q2, k2))
             common = {**common, "gate": "none"}
         q2, k2 = l2_normalize(q2), l2_normalize(k2)
-        g = -self.A_log.float().exp() * elementwise(F.softplus, self.a_proj(x).float() + self.dt_bias.float())
-        b = elementwise(torch.sigmoid, self.b_proj(x).float())
-        (g1, g2), (b1, b2) = g.chunk(2, dim=-1), b.chunk(2, dim=-1)
         shared = (q1, k1, g1, b1) if self.shared_partition else (None, None, None, None)
         if "state" in common:
             return sse_gdn_extend(*shared, q2, k2, g2, b2, v, weight, index, **common)

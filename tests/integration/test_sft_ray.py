@@ -7,65 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from posttrain.config import RayConfig, dump_recipe, recipe_from_dict
+from posttrain.config import RayConfig, dump_recipe
 from posttrain.errors import PosttrainError
 from posttrain.run_folder import RunFolder, last_checkpoint
 from posttrain.runtime.session import ray_session
 from posttrain.runtime.stages import run_stages
-
-MODEL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "layer_types": ["sse", "full_attention"],
-    "num_partitions": 2,
-    "chunk_size": 16,
-    "adapter_rank": 4,
-    "gate_rank": 4,
-    "max_position_embeddings": 256,
-}
-TRAINER = {
-    "learning_rate": 1e-2,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 6,
-    "save_steps": 3,
-    "report_to": [],
-}
-
-
-def recipe(folder, *, trainer=None, ray=None, **sections):
-    return recipe_from_dict(
-        {
-            "name": "test",
-            "run_dir": str(folder),
-            "seed": 11,
-            "stages": ["sft"],
-            "model": {"init": MODEL, "tokenizer": "arithmetic"},
-            "data": {"train": {"kind": "arithmetic", "limit": 60}, "max_length": 128},
-            "trainer": TRAINER | (trainer or {}),
-            "ray": ray or {},
-        }
-        | sections
-    )
-
-
-def final(path):
-    return load_file(Path(path) / "sft" / "final" / "model.safetensors")
-
-
-def losses(path):
-    return [record["loss"] for record in RunFolder(path).read_metrics("sft")]
+from tests.sft_runs import losses, recipe, weights
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +46,8 @@ def test_the_stage_is_marked_done_and_skipped_afterwards(straight, capfd):
 def test_two_workers_equal_accumulation_on_one(straight, tmp_path):
     run_stages(recipe(tmp_path, ray={"num_workers": 2}), ["sft"], resume=False)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-4)
-    for name, expected in final(straight).items():
-        torch.testing.assert_close(final(tmp_path)[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+    for name, expected in weights(straight / "sft" / "final").items():
+        torch.testing.assert_close(weights(tmp_path / "sft" / "final")[name], expected, rtol=1e-3, atol=1e-4, msg=name)
     states = {path.name for path in last_checkpoint(tmp_path / "sft").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= states
 
@@ -175,8 +127,8 @@ def test_deepspeed_equals_plain_training_and_resumes(session, tmp_path, stage):
     (zero / "stages.json").unlink()
     run_stages(recipe(zero, trainer=constant, **changes), ["sft"], resume=True)
     assert losses(zero) == pytest.approx(losses(plain), rel=1e-3)
-    for name, expected in final(plain).items():
-        torch.testing.assert_close(final(zero)[name], expected, rtol=1e-2, atol=1e-3, msg=name)
+    for name, expected in weights(plain / "sft" / "final").items():
+        torch.testing.assert_close(weights(zero / "sft" / "final")[name], expected, rtol=1e-2, atol=1e-3, msg=name)
 
 
 def test_more_workers_than_the_cluster_holds_is_an_error(session, tmp_path):

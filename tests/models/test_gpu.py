@@ -59,3 +59,26 @@ def test_float32_weights_under_autocast(make_model, make_ids, bounds, kind):
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         steps = [model(ids[:, a:b], past_key_values=cache).logits[0] for a, b in [(0, 40), *((i, i + 1) for i in range(40, 60))]]
     assert torch.isfinite(torch.cat(steps)).all()
+
+
+def test_long_sequences_have_attention_of_their_own(monkeypatch):
+    """Sequences above and below the length from which cuDNN is asked, one of them no whole number of steps."""
+    from posttrain.models.sse_h import SSEHConfig, mixer_attention
+
+    lengths = [300, 1100, 40, 1024, 7]
+    monkeypatch.setattr(mixer_attention, "LONG", 1024)
+    fields = {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    host = mixer_attention.AttentionMixer(SSEHConfig(**fields), 0)
+    device = copy.deepcopy(host).to(device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(sum(lengths), 256)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    table = mixer_attention.RotaryTable(128, 10000.0)
+    grads = []
+    for mixer, given in ((host, x), (device, x.to("cuda", torch.bfloat16))):
+        leaf = given.detach().requires_grad_()
+        y = mixer(leaf, lengths=lengths, rotary=table(positions.to(given.device), 2048))
+        (dx,) = torch.autograd.grad(y.square().sum(), leaf)
+        grads.append([y.detach().float().cpu(), dx.float().cpu()])
+    for found, want in zip(grads[1], grads[0], strict=True):
+        for a, b in zip(found.split(lengths), want.split(lengths), strict=True):
+            assert (a - b).norm() / b.norm() < 2e-2

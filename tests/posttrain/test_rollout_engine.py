@@ -1,9 +1,8 @@
-"""The engine on real models: exactness, forks, weights, snapshots, and what a learner needs from the samples."""
+"""The engine on real models: exactness, forks, what a completion holds, and requests that end early or are bad."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import random
 
 import pytest
@@ -15,96 +14,19 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import PosttrainError
 from posttrain.models.cache import SlotCache
-from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
 from posttrain.rollout import Generator, StreamedToken
-from posttrain.types import Completion, Request
-
-VOCAB, EOS, LENGTH = 48, 1, 96
-MODELS = {
-    "hybrid": {"layer_types": ["sse", "sse_gdn", "full_attention"]},
-    "two routed": {"layer_types": ["sse", "sse"], "num_selected": 2},
-    "attention": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "num_key_value_heads": 1},
-}
-
-
-def make_model(kind: str = "hybrid", seed: int = 0) -> SSEHForCausalLM:
-    options = MODELS[kind]
-    torch.manual_seed(seed)
-    config = SSEHConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=len(options["layer_types"]),
-        num_attention_heads=2,
-        adapter_rank=4,
-        gate_rank=4,
-        chunk_size=8,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.3,
-        **options,
-    )
-    return SSEHForCausalLM(config)
-
-
-@pytest.fixture(scope="module", params=list(MODELS))
-def model(request) -> SSEHForCausalLM:
-    return make_model(request.param).eval()
-
-
-@pytest.fixture(scope="module")
-def hybrid() -> SSEHForCausalLM:
-    return make_model().eval()
-
-
-def make_generator(model, **options) -> Generator:
-    return Generator(model, **{"eos_token_ids": [EOS], "max_sequences": 8, "max_length": LENGTH, **options})
-
-
-def make_requests(count: int, seed: int = 0, **fixed) -> list[Request]:
-    """Requests of all kinds: prompts of 1 to 40 tokens, 1 to 4 samples, every sampling parameter."""
-    rng = random.Random(seed)
-    return [
-        Request(
-            id=f"{seed}-{i}",
-            prompt_ids=[rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 7, 8, 9, 17, 40)))],
-            n=fixed.get("n", rng.randrange(1, 5)),
-            temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
-            top_p=rng.choice((1.0, 1.0, 0.8)),
-            top_k=rng.choice((0, 0, 10)),
-            min_p=rng.choice((0.0, 0.0, 0.02)),
-            max_tokens=fixed.get("max_tokens", rng.randrange(1, 20)),
-            seed=rng.randrange(1000),
-        )
-        for i in range(count)
-    ]
-
-
-def essence(completion: Completion):
-    """All that must be equal, bit for bit."""
-    fields = dataclasses.asdict(completion)
-    router = fields.pop("router_indices")
-    return fields, None if router is None else router.tolist()
-
-
-def run_out(generator: Generator) -> list[Completion]:
-    out = []
-    while generator.has_unfinished:
-        out += generator.step()
-    return out
-
-
-def by_sample(completions) -> dict:
-    return {(c.request_id, c.sample): essence(c) for c in completions}
-
-
-def plain_logprobs(model, completion: Completion, **options) -> torch.Tensor:
-    """What the learner computes: one packed forward over prompt + completion."""
-    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
-    with torch.no_grad():
-        out = model(input_ids=ids[:, :-1], cu_seq_lens_q=torch.tensor([0, ids.shape[1] - 1], dtype=torch.int32), **options)
-    logprobs = torch.log_softmax(out.logits[0].float(), -1).gather(-1, ids[0, 1:, None])[:, 0]
-    return logprobs[len(completion.prompt_ids) - 1 :]
-
+from posttrain.types import Request
+from tests.posttrain.rollout_models import (
+    EOS,
+    LENGTH,
+    VOCAB,
+    by_sample,
+    make_generator,
+    make_model,
+    make_requests,
+    plain_logprobs,
+    run_out,
+)
 
 # -- exactness --------------------------------------------------------------------------------------------------------
 
@@ -363,160 +285,3 @@ def test_memory_tells_how_many_sequences_fit(hybrid):
     assert (few, many) == (2**21 // each - 1, 2**24 // each - 1) and few >= 1, "one slot is the prompt's"
     with pytest.raises(ValueError, match="memory_bytes"):
         Generator.max_sequences_for(hybrid, 100, 64)
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_in_flight_continue_with_a_version_per_token(hybrid):
-    generator = make_generator(make_model(), eos_token_ids=[], version=1)
-    generator.submit(Request(prompt_ids=[4, 5], n=2, max_tokens=8))
-    for _ in range(3):
-        generator.step()
-    generator.update_weights(2, make_model(seed=1).state_dict())
-    for completion in run_out(generator):
-        assert completion.versions == [1] * 3 + [2] * 5
-
-
-def test_restart_gives_what_the_new_weights_alone_give():
-    requests = make_requests(5, seed=13)
-    new = make_model(seed=1)
-    expected = by_sample(c for group in make_generator(new, version=2).generate(requests) for c in group)
-    generator = make_generator(make_model(), version=1, max_sequences=4)
-    for request in requests:
-        generator.submit(request)
-    early = [c for _ in range(2) for c in generator.step()]
-    generator.update_weights(2, new.state_dict(), unfinished="restart")
-    late = by_sample(run_out(generator))
-    assert len(early) + len(late) == len(expected)
-    assert late == {key: expected[key] for key in late}
-
-
-def test_samples_not_begun_see_only_the_new_weights():
-    """Their prompt was prefilled with the old weights and waits for room: it must be prefilled again."""
-    request = Request(id="x", prompt_ids=[6, 7, 8], n=3, max_tokens=6, seed=2)
-    new = make_model(seed=1)
-    expected = by_sample(make_generator(new, eos_token_ids=[], version=2).generate([request])[0])
-    generator = make_generator(make_model(), eos_token_ids=[], version=1, max_sequences=1)
-    generator.submit(request)
-    generator.step()
-    generator.update_weights(2, new.state_dict())
-    out = by_sample(run_out(generator))
-    assert out["x", 0][0]["versions"] == [1, 2, 2, 2, 2, 2]
-    assert [out["x", sample] for sample in (1, 2)] == [expected["x", sample] for sample in (1, 2)]
-
-
-def test_finish_refuses_while_samples_run(hybrid):
-    generator = make_generator(hybrid)
-    generator.submit(Request(prompt_ids=[4], max_tokens=5))
-    generator.step()
-    with pytest.raises(PosttrainError, match="1 samples are unfinished"):
-        generator.update_weights(1, unfinished="finish")
-    run_out(generator)
-    generator.update_weights(1, unfinished="finish")
-    assert generator.version == 1
-    with pytest.raises(ValueError, match="restart"):
-        generator.update_weights(2, unfinished="drop")
-
-
-def test_weights_must_arrive_whole():
-    model = make_model()
-    generator = make_generator(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    new = make_model(seed=1).state_dict()
-    lacking = {name: tensor for name, tensor in new.items() if name != "lm_head.weight"}
-    with pytest.raises(ValueError, match=r"1 missing \['lm_head.weight'\], 0 unexpected"):
-        generator.update_weights(1, lacking)
-    with pytest.raises(ValueError, match=r"1 unexpected \['extra'\]"):
-        generator.update_weights(1, {**new, "extra": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"model.norm.weight: \(3,\) given, \(32,\) needed"):
-        generator.update_weights(1, {**new, "model.norm.weight": torch.zeros(3)})
-    assert generator.version == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    generator.update_weights(1, new)
-    assert all(torch.equal(tensor, new[name]) for name, tensor in model.state_dict().items())
-
-
-def test_the_learners_own_model_is_left_as_it_was():
-    """Training mode with one frozen part, gradient checkpointing on; it trains on after a rollout, replaying the routes."""
-    model = make_model().train()
-    model.gradient_checkpointing_enable()
-    model.model.norm.eval()
-    flags = [module.training for module in model.modules()]
-    generator = make_generator(model, return_router_indices=True)
-    completion = generator.generate([Request(prompt_ids=[5, 6, 7], max_tokens=20)])[0][0]
-    assert [module.training for module in model.modules()] == flags
-    ids = torch.tensor([(completion.prompt_ids + completion.token_ids)[:-1]])
-    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    model(input_ids=ids, cu_seq_lens_q=bounds, labels=ids, router_indices=completion.router_indices.long()).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.01 * parameter.grad
-    generator.update_weights(1)
-    after = generator.generate([Request(prompt_ids=[5, 6, 7], max_tokens=20)])[0][0]
-    model.eval()
-    assert (plain_logprobs(model, after) - torch.tensor(after.plain_logprobs)).abs().max() < 1e-5
-    assert set(after.versions) == {1}
-
-
-# -- snapshots --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [0, 1, 9])
-def test_a_snapshot_continues_elsewhere_bit_for_bit(model, steps):
-    request = Request(id="x", prompt_ids=[7] * 9, n=5, max_tokens=14, seed=6)
-    options = {"return_router_indices": True, "max_sequences": 3}
-    whole = by_sample(make_generator(model, **options).generate([request])[0])
-    source = make_generator(model, **options)
-    source.submit(request)
-    out = [c for _ in range(steps) for c in source.step()]
-    saved = pickle.loads(pickle.dumps(source.snapshot("x")))
-    assert by_sample([*out, *run_out(source)]) == whole, "taking a snapshot must not disturb the request"
-
-    target = make_generator(model, return_router_indices=True, max_sequences=2)
-    target.submit(Request(id="other", prompt_ids=[3, 4], n=3, max_tokens=10))
-    target.step()
-    assert target.restore(saved) == "x"
-    again = pickle.loads(pickle.dumps(target.snapshot("x")))  # of sequences that still wait for a slot
-    continued = [c for c in run_out(target) if c.request_id == "x"]
-    assert by_sample([*out, *continued]) == whole
-    target.restore(again)
-    assert by_sample([*out, *run_out(target)]) == whole
-
-
-def test_snapshots_that_do_not_fit_are_refused(hybrid):
-    source = make_generator(hybrid, eos_token_ids=[])
-    source.submit(Request(id="x", prompt_ids=[7] * 9, max_tokens=60))
-    for _ in range(30):
-        source.step()
-    saved = source.snapshot("x")
-    with pytest.raises(ValueError, match="no unfinished|not an unfinished"):
-        source.snapshot("y")
-    with pytest.raises(ValueError, match="already has this id"):
-        source.restore(saved)
-    with pytest.raises(ValueError, match="larger max_length"):
-        make_generator(hybrid, max_length=30).restore(saved)
-    with pytest.raises(ValueError, match="router"):
-        make_generator(hybrid, return_router_indices=True).restore(saved)
-    with pytest.raises(ValueError, match="format"):
-        make_generator(hybrid).restore({"format": 99})
-
-
-def test_an_interrupted_step_begins_again_and_loses_nothing(hybrid):
-    requests = make_requests(6, seed=14)
-    whole = by_sample(c for group in make_generator(hybrid).generate(requests) for c in group)
-    model = make_model().eval()
-    generator = make_generator(model, max_sequences=4)
-    for request in requests:
-        generator.submit(request)
-    out = [c for _ in range(4) for c in generator.step()]
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        generator.step()
-    handle.remove()
-    assert by_sample([*out, *run_out(generator)]) == whole

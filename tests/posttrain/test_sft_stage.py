@@ -7,53 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from posttrain.config import recipe_from_dict
 from posttrain.errors import CheckpointError
 from posttrain.run_folder import RunFolder, last_checkpoint
 from posttrain.runtime.prepare import prepare
 from posttrain.runtime.worker import StageStopped, WorkerContext
 from posttrain.sft import train
 from posttrain.sft.train_stage import build
-
-MODEL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "layer_types": ["sse", "full_attention"],
-    "num_partitions": 2,
-    "chunk_size": 16,
-    "adapter_rank": 4,
-    "gate_rank": 4,
-    "max_position_embeddings": 256,
-}
-TRAINER = {
-    "learning_rate": 1e-2,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 6,
-    "save_steps": 3,
-    "report_to": [],
-}
-
-
-def recipe(folder, *, init=None, trainer=None, **sections):
-    return recipe_from_dict(
-        {
-            "name": "test",
-            "run_dir": str(folder),
-            "seed": 11,
-            "stages": ["sft"],
-            "model": {"init": MODEL | (init or {}), "tokenizer": "arithmetic"},
-            "data": {"train": {"kind": "arithmetic", "limit": 60}, "max_length": 128},
-            "trainer": TRAINER | (trainer or {}),
-        }
-        | sections
-    )
+from tests.sft_runs import losses, recipe, weights
 
 
 def start(folder, **changes):
@@ -78,14 +39,6 @@ class StopAfter(WorkerContext):
 
 def context(path):
     return WorkerContext(stage="sft", run_path=path)
-
-
-def weights(path):
-    return load_file(Path(path) / "model.safetensors")
-
-
-def losses(path):
-    return [record["loss"] for record in RunFolder(path).read_metrics("sft") if "loss" in record]
 
 
 def assert_same_bits(one, other):

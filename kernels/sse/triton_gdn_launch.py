@@ -1,0 +1,307 @@
+"""Launches of the gated delta rule's kernels, `triton_gdn.py` and `triton_gdn_backward.py`.
+
+A token has one shared row and R routed rows. With one route, the routed launch adds its output to the shared one's; with more,
+every row has its own fp32 place and the rows of a token are summed in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
+from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel, sum_kernel
+from posttrain.kernels.sse.triton_ops import interpreted
+from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
+
+
+def _block(width: int, largest: int) -> int:
+    return min(largest, max(16, triton.next_power_of_2(width)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Constants of a call that all kernels share, under the kernels' names; block sizes and warps for Hopper follow from them."""
+
+    K: int
+    V: int
+    C: int
+    BC: int
+    HALF: bool
+
+    @classmethod
+    def choose(cls, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Sizes:
+        half = all(a.dtype == torch.bfloat16 for a in (q, k, v)) and not interpreted()
+        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=_block(chunk_size, 128), HALF=half)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of states and tiles between kernels: what a product would round them to."""
+        return torch.bfloat16 if self.HALF else torch.float32
+
+    def parallel(self, key_block: int, value_block: int, warps: int = 8) -> dict[str, Any]:
+        """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts."""
+        cut = (1 if self.HALF else 2) * (2 if self.BC > 64 else 1)
+        blocks = dict(BK=_block(self.K, max(16, key_block // cut)), BV=_block(self.V, max(16, value_block // cut)))
+        return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=2)
+
+    def sequential(self) -> dict[str, Any]:
+        """Of a kernel along streams, which holds all K rows of a state."""
+        width = _block(self.K, 256)
+        columns = 64 if self.HALF and width <= 128 else 32 if self.HALF or width <= 128 else 16
+        if self.BC > 64:
+            columns = max(16, columns // 2)
+        stages = 2 if self.HALF and width * self.BC <= 128 * 64 else 1
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | dict(KW=width, BV=_block(self.V, columns), STAGES=stages, num_warps=8 if width * columns > 4096 else 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The rows of the shared or of the routed partitions: their tensors and where their chunks are.
+
+    q, k [T or T*R, H, K], g, b [T or T*R, H], v [T or T*R, H, V]; *_div: source row of a row is row // div; o_div: its token.
+    """
+
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    b: Tensor
+    v: Tensor
+    q_div: int
+    k_div: int
+    g_div: int
+    b_div: int
+    v_div: int
+    o_div: int
+    read: bool
+    write: bool
+    first_chunk: int
+    num_chunks: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call's tensors and what follows from them; the routed kind is the last."""
+
+    kinds: list[Kind]
+    weight: Tensor
+    v: Tensor
+    initial: Tensor | None
+    scale: float
+    partitions: int
+    sizes: Sizes
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def routes(self) -> int:
+        return self.kinds[-1].o_div
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(kind.num_chunks for kind in self.kinds)
+
+    def tiles(self, width: int) -> Tensor:
+        """An uninitialised [NC, H, C, width]."""
+        return self.v.new_empty(self.num_chunks, self.heads, self.sizes.C, width, dtype=self.sizes.stored)
+
+    def states(self) -> Tensor:
+        """An uninitialised [NC, H, K, V]."""
+        return self.v.new_empty(self.num_chunks, self.heads, self.sizes.K, self.sizes.V, dtype=self.sizes.stored)
+
+
+def make_call(
+    q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, num_partitions, scale, gate, chunk_size, sequences
+) -> Call:  # fmt: skip
+    tokens, routes = index.shape
+    shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None)
+    v = v.contiguous()
+    kinds = []
+    if q1 is not None:
+        first = dict(zip("qkgb", (a.contiguous() for a in (q1, k1, g1, b1))), v=v)
+        kinds.append(
+            Kind(
+                **first,
+                q_div=1,
+                k_div=1,
+                g_div=1,
+                b_div=1,
+                v_div=1,
+                o_div=1,
+                read=False,
+                write=False,
+                first_chunk=0,
+                num_chunks=shared_chunks,
+                num_rows=tokens,
+            )  # fmt: skip
+        )
+    second = dict(q=q2, k=k2, g=g2, b=b2, v=v[:, None] if v2 is None else v2)
+    divs = {f"{n}_div": routes // a.shape[1] for n, a in second.items()}
+    kinds.append(
+        Kind(
+            **{n: a.contiguous().flatten(0, 1) for n, a in second.items()},
+            **divs,
+            o_div=routes,
+            read=gate in ("both", "read"),
+            write=gate in ("both", "write"),
+            first_chunk=shared_chunks,
+            num_chunks=routed_chunks,
+            num_rows=tokens * routes,
+        )  # fmt: skip
+    )
+    return Call(
+        kinds=kinds, weight=weight.float().contiguous(), v=v, initial=None if initial is None else initial.contiguous(),
+        scale=scale, partitions=num_partitions, sizes=Sizes.choose(q2, k2, v, chunk_size),
+    )  # fmt: skip
+
+
+def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> total, inverse (empty unless kept), start states of the chunks, u, final states (empty unless `end`)."""
+    s, heads = c.sizes, c.heads
+    total = c.v.new_empty(c.num_chunks, heads, 2, s.C, dtype=torch.float32)
+    inverse = c.tiles(s.C) if keep else c.v.new_empty(0, dtype=s.stored)
+    w, u, boundary = c.tiles(s.K), c.tiles(s.V), c.states()
+    for kind in c.kinds:
+        gdn_prepare_kernel[(heads * kind.num_chunks,)](
+            plan.rows, kind.k, kind.g, kind.b, kind.v, c.weight, total, inverse, w, u, heads, kind.first_chunk,
+            KDIV=kind.k_div, GDIV=kind.g_div, BDIV=kind.b_div, VDIV=kind.v_div, WRITE=kind.write, KEEP=keep,
+            LEVELS=s.BC.bit_length() - 1, **s.parallel(128, 128),
+        )  # fmt: skip
+    final = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if end else (0,))
+    shape, last = s.sequential(), c.kinds[-1]
+    gdn_scan_kernel[(plan.begin.numel() * heads * triton.cdiv(s.V, shape["BV"]),)](
+        plan.rows, plan.begin, plan.chunks, c.kinds[0].k, last.k, w, u, total, final if c.initial is None else c.initial,
+        boundary, final, heads, N=c.partitions, KDIV=last.k_div, SHARED=len(c.kinds) > 1,
+        HAS_INITIAL=c.initial is not None, HAS_FINAL=end, **shape,
+    )  # fmt: skip
+    return total, inverse, boundary, u, final
+
+
+def _sum(x: Tensor, lead: int, terms: int, inner: int, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+    """x seen as [lead, terms, inner], summed over the terms in order (+ other), -> [lead * inner] in dtype.
+
+    PyTorch's own sums choose their order by the sizes of all dimensions, which would let a sequence's numbers depend on T.
+    """
+    if terms == 1 and other is None:
+        return x.flatten().to(dtype)
+    y = torch.empty(lead * inner, dtype=dtype, device=x.device)
+    sum_kernel[(triton.cdiv(y.numel(), 1024),)](
+        x, x if other is None else other, y, inner, y.numel(), N=terms, OTHER=other is not None, BLOCK=1024
+    )
+    return y
+
+
+class TokenSum:
+    """Where the rows of a token add up, [T, H, width]: launches leave theirs as `target` says, `finish` gives the sum."""
+
+    def __init__(self, c: Call, width: int, dtype: torch.dtype) -> None:
+        self.routes, self.shape, self.dtype = c.routes, (c.v.shape[0], c.heads, width), dtype
+        self.total = c.v.new_empty(self.shape, dtype=dtype)
+        self.part = c.v.new_empty(self.shape, dtype=torch.float32) if len(c.kinds) > 1 else None
+        self.rows = c.v.new_empty(c.kinds[-1].num_rows, *self.shape[1:], dtype=torch.float32) if c.routes > 1 else None
+
+    def target(self, is_shared: bool) -> tuple[Tensor, dict[str, bool]]:
+        if is_shared:
+            assert self.part is not None
+            return self.part, dict(ADD=False, LAST=False)
+        if self.rows is not None:
+            return self.rows, dict(ADD=False, LAST=False)
+        return self.total if self.part is None else self.part, dict(ADD=self.part is not None, LAST=True)
+
+    def finish(self) -> Tensor:
+        if self.rows is None:
+            return self.total
+        tokens, heads, width = self.shape
+        return _sum(self.rows, tokens, self.routes, heads * width, self.dtype, self.part).view(self.shape)
+
+
+def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tensor) -> Tensor:
+    shape, out = c.sizes.parallel(128, 128), TokenSum(c, c.sizes.V, c.v.dtype)
+    for n, kind in enumerate(c.kinds):
+        part, flags = out.target(n < len(c.kinds) - 1)
+        gdn_output_kernel[(c.heads * kind.num_chunks, triton.cdiv(c.sizes.V, shape["BV"]))](
+            plan.rows, kind.q, kind.k, c.weight, total, u, boundary, part, out.total, c.heads, kind.first_chunk, c.scale,
+            QDIV=kind.q_div, KDIV=kind.k_div, READ=kind.read, **flags, **shape,
+        )  # fmt: skip
+    return out.finish()
+
+
+def reverse(
+    c: Call, plan: DevicePlan, total: Tensor, inverse: Tensor, boundary: Tensor, u: Tensor | None, do: Tensor,
+    dfinal: Tensor | None, want_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> u, z, gradients of the states after the chunks, of the initial states (empty unless wanted)."""
+    s, heads = c.sizes, c.heads
+    need, u = u is None, c.tiles(s.V) if u is None else u
+    r, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.states()
+    shape = s.parallel(128, 128)
+    for kind in c.kinds:
+        gdn_adjoint_kernel[(heads * kind.num_chunks, triton.cdiv(s.V, shape["BV"]))](
+            plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z,
+            heads, kind.first_chunk, c.scale,
+            QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
+            READ=kind.read, WRITE=kind.write, NEED_U=need, **shape,
+        )  # fmt: skip
+    dinitial = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if want_initial else (0,))
+    shape, one, two = s.sequential(), c.kinds[0], c.kinds[-1]
+    gdn_reverse_kernel[(plan.begin.numel() * heads * triton.cdiv(s.V, shape["BV"]),)](
+        plan.rows, plan.begin, plan.chunks, one.q, one.k, one.b, two.q, two.k, two.b, do, c.weight, total, r, z,
+        dinitial if dfinal is None else dfinal, dboundary, dinitial, heads, c.scale,
+        N=c.partitions, QDIV=two.q_div, KDIV=two.k_div, BDIV=two.b_div, ODIV=two.o_div, READ=two.read,
+        SHARED=len(c.kinds) > 1, HAS_INITIAL=dfinal is not None, HAS_FINAL=want_initial, **shape,
+    )  # fmt: skip
+    return u, z, dboundary, dinitial
+
+
+def gradients(
+    c: Call,
+    plan: DevicePlan,
+    total: Tensor,
+    u: Tensor,
+    z: Tensor,
+    boundary: Tensor,
+    dboundary: Tensor,
+    do: Tensor,
+    separate: bool,
+) -> tuple[list[dict[str, Tensor]], Tensor | None, Tensor | None]:
+    """-> per kind the gradients by name (v where the kinds' values are separate), of v where they are not, of the weight."""
+    s, shape = c.sizes, c.sizes.parallel(128, 64)
+    blocks = triton.cdiv(s.K, shape["BK"])
+    dv = None if separate else TokenSum(c, s.V, c.v.dtype)
+    found, dweight = [], None
+    for n, kind in enumerate(c.kinds):
+        rows, gated = kind.num_rows, kind.read or kind.write
+        grads = {
+            name: c.v.new_empty(rows, c.heads, width, dtype=a.dtype if div == 1 else torch.float32)
+            for name, a, width, div in (("q", kind.q, s.K, kind.q_div), ("k", kind.k, s.K, kind.k_div), ("v", kind.v, s.V, kind.v_div))
+            if name != "v" or separate
+        }  # fmt: skip
+        dg, db, sent = (c.v.new_empty(blocks, n, c.heads, dtype=torch.float32) for n in (rows, rows, rows if gated else 0))
+        if dv is None:
+            part, out, flags = grads["v"], grads["v"], dict(ADD=False, LAST=True)
+        else:
+            (part, flags), out = dv.target(n < len(c.kinds) - 1), dv.total
+        gdn_gradient_kernel[(c.heads * kind.num_chunks, blocks)](
+            plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, u, z, boundary, dboundary,
+            grads["q"], grads["k"], dg, db, out, part, sent, c.heads, rows, kind.first_chunk, c.scale,
+            QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
+            READ=kind.read, WRITE=kind.write, **flags, **shape,
+        )  # fmt: skip
+        grads["g"], grads["b"] = (_sum(a, 1, blocks, rows * c.heads, torch.float32) for a in (dg, db))
+        if gated:
+            dweight = _sum(_sum(sent, 1, blocks, rows * c.heads, torch.float32), rows, c.heads, 1, torch.float32)
+        found.append({name: _over_routes(a, getattr(kind, name), getattr(kind, f"{name}_div")) for name, a in grads.items()})
+    return found, None if dv is None else dv.finish(), dweight
+
+
+def _over_routes(rows: Tensor, source: Tensor, div: int) -> Tensor:
+    """Gradient of a source row from those of its `div` rows, in the source's shape and dtype."""
+    return _sum(rows, source.shape[0], div, source[:1].numel(), source.dtype).view(source.shape)

@@ -1,0 +1,145 @@
+"""`sse_gdn` on a GPU: the launches of `triton_gdn_launch.py` as `torch.library` operators, which torch.compile and checkpointing
+see through."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Inputs
+from posttrain.kernels.sse.triton_gdn_launch import Sizes, gradients, make_call, outputs, reverse, states
+from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
+
+
+def run_triton_gdn(x: Inputs, *, output_final_state: bool = True, keep_states: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Runs checked gated-delta inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V] fp32 or None.
+
+    keep_states: the chunks' start states and inverses stay in memory for the backward pass, else they are computed again.
+    """
+    o, final, *_ = torch.ops.posttrain.sse_gdn_forward(
+        x.q1, x.k1, x.g1, x.b1, x.q2, x.k2, x.g2, x.b2, x.v, None if x.same_values else x.v2, x.weight, x.index, x.cu_seqlens,
+        x.initial_state if x.has_initial_state else None,
+        x.num_partitions, x.scale, x.gate, x.chunk_size, output_final_state, keep_states,
+    )  # fmt: skip
+    return o, final if output_final_state else None
+
+
+def _plan(c, rows: Tensor, begin: Tensor, chunks: Tensor) -> DevicePlan:
+    shared_chunks = c.kinds[-1].first_chunk
+    return DevicePlan(
+        rows=rows, begin=begin, chunks=chunks, shared_chunks=shared_chunks, routed_chunks=c.num_chunks - shared_chunks
+    )
+
+
+@torch.library.custom_op("posttrain::sse_gdn_forward", mutates_args=())
+def sse_gdn_forward(
+    q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], b1: Optional[Tensor],
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Optional[Tensor],
+    weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Optional[Tensor],
+    num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> o, final state (empty unless asked for), start states and inverses of the chunks (empty unless kept), accumulated log
+    decays, and the plan: rows, begin, chunks."""
+    c = make_call(
+        q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial,
+        num_partitions, scale, gate, chunk_size, cu_seqlens.shape[0] - 1,
+    )  # fmt: skip
+    plan = build_device_plan(
+        index.contiguous(), cu_seqlens, num_partitions=num_partitions, chunk_size=chunk_size, shared=q1 is not None
+    )
+    total, inverse, boundary, u, final = states(c, plan, end=output_final_state, keep=keep_states)
+    o = outputs(c, plan, total, u, boundary)
+    return o, final, boundary if keep_states else boundary.new_empty(0), inverse, total, plan.rows, plan.begin, plan.chunks
+
+
+@sse_gdn_forward.register_fake
+def _(
+    q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, cu_seqlens, initial,
+    num_partitions, scale, gate, chunk_size, output_final_state, keep_states,
+):  # fmt: skip
+    (tokens, routes), sequences = index.shape, cu_seqlens.shape[0] - 1
+    heads, key_dim, value_dim = v.shape[1], q2.shape[-1], v.shape[-1]
+    chunks = sum(plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None))
+    stored = Sizes.choose(q2, k2, v, chunk_size).stored
+    streams = (sequences, 1 + num_partitions)
+    return (
+        v.new_empty(v.shape),
+        v.new_empty((*streams, heads, key_dim, value_dim) if output_final_state else (0,), dtype=torch.float32),
+        v.new_empty((chunks, heads, key_dim, value_dim) if keep_states else (0,), dtype=stored),
+        v.new_empty((chunks, heads, chunk_size, chunk_size) if keep_states else (0,), dtype=stored),
+        v.new_empty((chunks, heads, 2, chunk_size), dtype=torch.float32),
+        v.new_empty((chunks, chunk_size), dtype=torch.int32),
+        v.new_empty(streams, dtype=torch.int32),
+        v.new_empty(streams, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("posttrain::sse_gdn_backward", mutates_args=())
+def sse_gdn_backward(
+    do: Tensor, dfinal: Optional[Tensor],
+    q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], b1: Optional[Tensor],
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Optional[Tensor],
+    weight: Tensor, index: Tensor, initial: Optional[Tensor],
+    boundary: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
+    num_partitions: int, scale: float, gate: str, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> gradients of q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, initial; empty where the input is None."""
+    c = make_call(
+        q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, num_partitions, scale, gate, chunk_size, begin.shape[0]
+    )
+    plan, u = _plan(c, rows, begin, chunks), None
+    if boundary.numel() == 0:
+        _, inverse, boundary, u, _ = states(c, plan, end=False, keep=True)
+    do = do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    u, z, dboundary, dinitial = reverse(c, plan, total, inverse, boundary, u, do, dfinal, initial is not None)
+    found, dv, dweight = gradients(c, plan, total, u, z, boundary, dboundary, do, v2 is not None)
+    first, second = found[0] if len(found) > 1 else None, found[-1]
+    out = [v.new_empty(0) if first is None else first[n] for n in "qkgb"]
+    out += [second[n].view(a.shape) for n, a in zip("qkgb", (q2, k2, g2, b2))]
+    if v2 is not None:
+        dv = torch.zeros_like(v) if first is None else first["v"]
+    dweight = torch.zeros_like(weight) if dweight is None else dweight.view(weight.shape).to(weight.dtype)
+    return *out, dv, v.new_empty(0) if v2 is None else second["v"].view(v2.shape), dweight, dinitial
+
+
+@sse_gdn_backward.register_fake
+def _(
+    do, dfinal, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, boundary, inverse, total, rows, begin, chunks,
+    num_partitions, scale, gate, chunk_size,
+):  # fmt: skip
+    def like(a: Tensor | None) -> Tensor:
+        return v.new_empty(0) if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
+
+    dinitial = v.new_empty(0 if initial is None else initial.shape, dtype=torch.float32)
+    return *(like(a) for a in (q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight)), dinitial
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, num_partitions, scale, gate, chunk_size, output_final_state, _ = inputs
+    q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, _, initial = tensors
+    _, _, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, *kept)
+    ctx.options = num_partitions, scale, gate, chunk_size
+    ctx.output_final_state = output_final_state
+
+
+def _backward(ctx, do, dfinal, *_):
+    if do is None and dfinal is None:
+        return (None,) * 20
+    saved = ctx.saved_tensors
+    q1, v, v2, initial = saved[0], saved[8], saved[9], saved[12]
+    *grads, dv2, dweight, dinitial = torch.ops.posttrain.sse_gdn_backward(
+        torch.zeros_like(v) if do is None else do, dfinal if ctx.output_final_state else None, *saved, *ctx.options
+    )
+    if q1 is None:
+        grads[:4] = [None] * 4
+    dinitial = None if initial is None else dinitial.to(initial.dtype)
+    return *grads, None if v2 is None else dv2, dweight, None, None, dinitial, *(None,) * 6
+
+
+sse_gdn_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,169 @@
+"""The small fused operators, Triton (interpreted where there is no GPU) and PyTorch: every gradient against float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.kernels.backend import use_fused_backend
+from posttrain.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from posttrain.kernels.pair_map import log_decay, pair_map
+from posttrain.kernels.rms_norm import rms_norm
+from posttrain.kernels.rotary import rotary
+from posttrain.kernels.swiglu import swiglu
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts a number to bf16 instead of rounding it.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    assert found.shape == truth.shape
+    return ((found.double().cpu() - truth.cpu()).norm() / truth.norm().clamp(min=1e-12)).item()
+
+
+def check(
+    fused: Callable[..., Any], truth: Callable[..., Any], inputs: list[Tensor], dtype: torch.dtype, tolerance: float | None = None
+) -> None:
+    """Outputs and gradients of `fused` on inputs rounded to dtype against `truth` in float64 on the rounded inputs."""
+    low = [a.to(DEVICE, dtype).requires_grad_() for a in inputs]
+    high = [a.to(dtype).double().requires_grad_() for a in inputs]
+    results = []
+    for fn, leaves in ((fused, low), (truth, high)):
+        outs = fn(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        ups = [randn(*o.shape, seed=7 + i).to(o.device, o.dtype) for i, o in enumerate(outs)]
+        results.append([*outs, *torch.autograd.grad(outs, leaves, ups)])
+    for i, (found, want) in enumerate(zip(*results, strict=True)):
+        assert error(found, want) < (tolerance or TOLERANCE[dtype]), f"tensor {i}: {error(found, want)}"
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 2304), (5, 7, 128), (1, 3), (2, 100), (70, 3, 16)])
+def test_rms_norm(backend, dtype, shape):
+    def truth(x: Tensor, w: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+
+    def fused(x: Tensor, w: Tensor) -> Tensor:
+        return rms_norm(x, w, 1e-6, backend=backend)
+
+    check(fused, truth, [randn(*shape), randn(shape[-1], seed=1)], dtype)
+
+
+def test_rms_norm_of_many_rows_sums_the_weights_gradient_over_all_programs(monkeypatch):
+    from posttrain.kernels.rms_norm import triton_rms_norm
+
+    monkeypatch.setattr(triton_rms_norm, "PROGRAMS", 3)
+    monkeypatch.setattr(triton_rms_norm, "TILE", 64)
+    test_rms_norm("triton", torch.float32, (67, 16))
+
+
+def test_rms_norm_keeps_the_dtype_of_x_and_takes_weights_of_another():
+    x, w = randn(4, 32).to(DEVICE, torch.bfloat16), randn(32, seed=1).to(DEVICE, torch.float32).requires_grad_()
+    y = rms_norm(x, w, 1e-6, backend="triton")
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert w.grad is not None and w.grad.dtype == torch.float32
+    with pytest.raises(ValueError, match="weight must be"):
+        rms_norm(x, w[:3], 1e-6)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (13, 333), (2048, 2)])
+def test_swiglu(backend, dtype, shape):
+    inputs = [randn(*shape, scale=3), randn(*shape, seed=1)]
+    check(lambda a, b: swiglu(a, b, backend=backend), lambda a, b: F.silu(a) * b, inputs, dtype)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(5, 3, 128), (1, 1, 2), (70, 2, 20)])
+def test_rotary(backend, dtype, tokens, heads, dim):
+    # As the model's table gives them: halves of one tensor, rows not next to each other.
+    table = randn(tokens, 2, dim // 2, seed=3).float()
+    cos, sin = (a[:, None] for a in table.to(DEVICE).unbind(1))
+
+    def truth(x: Tensor) -> Tensor:
+        (a, b), (c, s) = x.chunk(2, dim=-1), (a[:, None] for a in table.double().unbind(1))
+        return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+
+    check(lambda x: rotary(x, cos, sin, backend=backend), truth, [randn(tokens, heads, dim)], dtype)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("fn", ["silu", "softmax"])
+@pytest.mark.parametrize("shape", [(5, 3, 128), (1, 1, 1), (37, 2, 20)])
+def test_pair_map(backend, dtype, fn, shape):
+    def apply(x: Tensor) -> Tensor:
+        return F.silu(x) if fn == "silu" else torch.softmax(x, dim=-1)
+
+    check(
+        lambda x, d: pair_map(x, d, fn, backend=backend),
+        lambda x, d: (apply(x), apply(x + d)),
+        [randn(*shape, scale=3), randn(*shape, seed=1)],
+        dtype,
+        tolerance=1.6e-2 if dtype == torch.bfloat16 else None,  # PyTorch also rounds x + delta
+    )
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(1,), (3, 700)])
+def test_log_decay(backend, dtype, shape):
+    inputs = [randn(*shape, scale=8)]
+    check(lambda x: log_decay(x, 16.0, backend=backend), lambda x: F.logsigmoid(x) / 16, inputs, dtype)
+    # Gates far open, where 1 + exp(-x) has no digits left.
+    found = log_decay(torch.tensor([12.0, 30.0, -200.0], device=DEVICE), 16.0, backend=backend)
+    want = F.logsigmoid(torch.tensor([12.0, 30.0, -200.0], dtype=torch.float64)) / 16
+    torch.testing.assert_close(found.double().cpu(), want, rtol=1e-5, atol=0)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(11, 50, 4), (3, 5000, 100), (1, 1, 1)])
+def test_linear_cross_entropy(backend, dtype, tokens, vocabulary, chunk):
+    targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(2))
+    targets[1:2] = -100
+    inputs = [randn(tokens, 16), randn(vocabulary, 16, seed=1, scale=0.5)]
+
+    def fused(h: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, targets.to(DEVICE), chunk_rows=chunk, backend=backend)
+
+    check(fused, lambda h, w: linear_cross_entropy_reference(h, w, targets), inputs, dtype)
+
+
+def test_linear_cross_entropy_of_nothing_and_of_wrong_shapes():
+    hidden, weight = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4)
+    loss = linear_cross_entropy(hidden, weight, torch.full((3,), -100))
+    loss.backward()
+    assert loss == 0 and hidden.grad is not None and not hidden.grad.any()
+    with pytest.raises(ValueError, match="targets"):
+        linear_cross_entropy(hidden, weight, torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="alike"):
+        linear_cross_entropy(hidden, weight.double(), torch.zeros(3, dtype=torch.long))
+
+
+def test_backend_choice():
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="'torch', 'triton' or None"):
+        rms_norm(x, x[0], 1e-6, backend="cuda")
+    with pytest.raises(ValueError, match="float64"):
+        rms_norm(x.double(), x[0], 1e-6, backend="triton")
+    with use_fused_backend("triton"), pytest.raises(ValueError, match="float64"):
+        swiglu(x.double(), x.double())
+    assert torch.equal(swiglu(x.double(), x.double()), F.silu(x.double()))
