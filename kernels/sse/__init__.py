@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Literal
 
@@ -30,17 +29,21 @@ Backend = Literal["reference", "torch", "triton"]
 
 __all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend", "use_backend"]
 
-_default_backend: ContextVar[Backend | None] = ContextVar("sse_backend", default=None)
+_default_backend: Backend | None = None
 
 
 @contextmanager
 def use_backend(backend: Backend | None) -> Iterator[None]:
-    """What `backend=None` means inside the block, for calls that a model makes; None is the best one here."""
-    token = _default_backend.set(backend)
+    """What `backend=None` means inside the block, for calls that a model makes; None is the best one here.
+
+    It holds for the whole process: gradient checkpointing computes forwards again in threads of autograd.
+    """
+    global _default_backend
+    before, _default_backend = _default_backend, backend
     try:
         yield
     finally:
-        _default_backend.reset(token)
+        _default_backend = before
 
 
 def sse(
@@ -221,7 +224,7 @@ def sse_gdn_extend(
 
 
 def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:
-    backend = backend or _default_backend.get() or ("triton" if _triton_serves(x) else "torch")
+    backend = backend or _default_backend or ("triton" if _triton_serves(x) else "torch")
     with without_autocast(x.v):
         if backend == "torch":
             o, final = run_chunked_gdn(x) if x.is_gdn else run_chunked(x)

@@ -110,7 +110,7 @@ def check_inputs(
         q2=with_route["q2"], k2=with_route["k2"], g2=with_route["g2"],
         v=v, same_values=v2 is None, v2=v[:, None] if v2 is None else _with_route("v2", v2, tokens, routes, (heads, value_dim)),
         weight=weight, index=index, cu_seqlens=cu_seqlens.to(v.device, non_blocking=True), initial_state=initial_state,
-        has_initial_state=has_initial_state, num_partitions=num_partitions, 
+        has_initial_state=has_initial_state, num_partitions=num_partitions,
         scale=key_dim**-0.5 if scale is None else float(scale), gate=gate, chunk_size=chunk_size, is_gdn=is_gdn, longest=longest,
     )  # fmt: skip
 

@@ -6,19 +6,20 @@ end), x (write factor of v) and y (read factor, the scale in it), the rows write
     L_ij = b_i (k_i . k_j) exp(G_i - G_j), j < i            T = (I + L)^-1            u = T b (x v - exp(G) k S) = u0 - w S
     S' = exp(G_C) S + (k exp(G_C - G))^T u                  o = y (exp(G) q S + A u),  A_ij = (q_i . k_j) exp(G_i - G_j), j <= i
 
-Forward: T, u0 and w of all chunks in parallel (prepare), a scan along every stream, all outputs in parallel. Backward, with D the
-gradient of the state after the chunk: implicit differentiation of the system needs one more vector a row, z = T^T (gradient of u),
+Forward: T, u0 and w of all chunks in parallel (prepare), a scan along every stream, all outputs in parallel. Backward, with D
+the gradient of the state after the chunk: implicit differentiation of the system needs one more vector a row, T^T times u's
+gradient,
 
     z = T^T (A^T y do + k exp(G_C - G) D) = z0 + r D        gradient of S: exp(G_C) D + (exp(G) q)^T y do - (b exp(G) k)^T z
     gradients of the system's right side and of L: z and -z u^T
 
-so z0, r (and u again) come from all chunks in parallel (adjoint), then a reverse scan, then every gradient in parallel. Row factors
-are applied to fp32 results, not to the operands of products. Decays enter as exp(G_i - G_j) with j <= i, so none is too strong; G
-is summed in fp64 and kept as two fp32 numbers.
+so z0, r and u (again) come from all chunks in parallel (adjoint), then a reverse scan, then every gradient in parallel. Row
+factors are applied to fp32 results, not to the operands of products. Decays enter as exp(G_i - G_j) with j <= i, so none is too
+strong; G is summed in fp64 and kept as two fp32 numbers.
 
 Names: BC, BK, BV are block sizes (C, K, V padded to powers of two, K and V cut into blocks); KW is all of K in one block; HALF:
-products in bf16, else fp32 emulated by tf32; *DIV: the source row of a row is row // DIV. Tiles: w, r [NC,H,C,K], u, z [NC,H,C,V],
-inverse (T) [NC,H,C,C], boundary, dboundary [NC,H,K,V] in bf16 where HALF, else fp32; total [NC,H,2,C] fp32.
+products in bf16, else fp32 emulated by tf32; *DIV: the source row of a row is row // DIV. Tiles: w, r [NC,H,C,K],
+u, z [NC,H,C,V], inverse (T) [NC,H,C,C], boundary, dboundary [NC,H,K,V] in bf16 where HALF, else fp32; total [NC,H,2,C] fp32.
 A transposed product of an accumulator is computed as such, never by `tl.trans` of the accumulator: some Triton versions up to
 3.7.0 miscompile that on Hopper.
 """
@@ -57,6 +58,21 @@ def load_transposed(ptr, chunk, head, heads, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def operand(a, HALF: tl.constexpr):
+    """a as a product takes it: half the registers until then, and nothing but a copy if it was loaded as bf16."""
+    if HALF:
+        return a.to(tl.bfloat16)
+    else:
+        return a
+
+
+@triton.jit
+def turned(a, HALF: tl.constexpr):
+    """a transposed, for a product; a must be loaded, not an accumulator."""
+    return tl.trans(operand(a, HALF))
+
+
+@triton.jit
 def load_scalars(ptr, source, valid, head, heads):
     """One number a row of a [rows, H] tensor, in fp32, zero where there is no row."""
     return tl.load(ptr + source.to(tl.int64) * heads + head, mask=valid, other=0.0).to(tl.float32)
@@ -82,10 +98,10 @@ def decays(high, low, TRANSPOSED: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(lower, BC: tl.constexpr, LEVELS: tl.constexpr):
+def unit_lower_inverse(lower, BC: tl.constexpr):
     """(I + lower)^-1 for a strictly lower triangular fp32 [BC, BC]: substitution in the diagonal blocks of 16, all at once, then
-    pairs of blocks merge, [[A, 0], [B, C]]^-1 = [[A', 0], [-C' B A', C']]. Powers of `lower` are never formed: they grow like
-    binomials where keys repeat, and their sum cancels."""
+    pairs of blocks merge. Powers of `lower` are never formed: they grow like binomials where keys repeat, and their sum cancels.
+    """
     blocks: tl.constexpr = BC // 16
     own = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
     diagonal = tl.sum(tl.where(own, tl.reshape(lower, [blocks, 16, blocks, 16]), 0.0), 2)
@@ -95,22 +111,52 @@ def unit_lower_inverse(lower, BC: tl.constexpr, LEVELS: tl.constexpr):
         factor = tl.sum(tl.where(column == n, diagonal, 0.0), 2)
         known = tl.sum(tl.where(row == n, solved, 0.0), 1)
         solved -= factor[:, :, None] * known[:, None, :]
-    result = tl.reshape(tl.where(own, solved[:, :, None, :], 0.0), [BC, BC])
-    i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    for level in range(4, LEVELS):
-        size = 1 << level
-        between = (i // size != j // size) & (i // (2 * size) == j // (2 * size))
-        part = dot(result, tl.where(between, lower, 0.0), False)
-        result -= dot(part, result, False)
-    return result
+    if BC >= 32:
+        solved = _merge(lower, solved, BC, 16)
+    if BC >= 64:
+        solved = _merge(lower, solved, BC, 32)
+    if BC >= 128:
+        solved = _merge(lower, solved, BC, 64)
+    return tl.reshape(solved, [BC, BC])
 
 
 @triton.jit
+def _merge(lower, solved, BC: tl.constexpr, SIZE: tl.constexpr):
+    """Inverses of the diagonal blocks of SIZE, [BC/SIZE, SIZE, SIZE] -> of twice the size: [[A, 0], [B, C]]^-1 =
+    [[A', 0], [-C' B A', C']]."""
+    pairs: tl.constexpr = BC // (2 * SIZE)
+    side = tl.arange(0, 2)
+    own = tl.arange(0, pairs)[:, None, None, None] == tl.arange(0, pairs)[None, None, :, None]
+    both = tl.sum(tl.where(own, tl.reshape(lower, [pairs, 2 * SIZE, pairs, 2 * SIZE]), 0.0), 2)
+    left = tl.sum(tl.where(side[None, None, :, None] == 0, tl.reshape(both, [pairs, 2 * SIZE, 2, SIZE]), 0.0), 2)
+    is_second = side[None, :, None, None] == 1
+    between = tl.sum(tl.where(is_second, tl.reshape(left, [pairs, 2, SIZE, SIZE]), 0.0), 1)
+    each = tl.reshape(solved, [pairs, 2, SIZE, SIZE])
+    first, second = tl.sum(tl.where(is_second, 0.0, each), 1), tl.sum(tl.where(is_second, each, 0.0), 1)
+    cross = -_product(_product(second, between, pairs, SIZE), first, pairs, SIZE)
+    i, j = side[None, :, None, None, None], side[None, None, None, :, None]
+    own_side = tl.where(i == 0, first[:, None, :, None, :], second[:, None, :, None, :])
+    result = tl.where(i == j, own_side, tl.where(i > j, cross[:, None, :, None, :], 0.0))
+    return tl.reshape(result, [pairs, 2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
+def _product(a, b, pairs: tl.constexpr, SIZE: tl.constexpr):
+    """[pairs, SIZE, SIZE] products in plain fp32: too small for the tensor cores to pay."""
+    if pairs == 1:
+        # One pair as a matrix: the warps share it, where they would share out pairs.
+        one = tl.dot(tl.reshape(a, [SIZE, SIZE]), tl.reshape(b, [SIZE, SIZE]), input_precision="ieee")
+        return tl.reshape(one, [1, SIZE, SIZE])
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["first_chunk"])
 def gdn_prepare_kernel(
     rows, k, g, b, v, weight, total, inverse, w, u, heads, first_chunk,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KDIV: tl.constexpr, GDIV: tl.constexpr, BDIV: tl.constexpr,
     VDIV: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, HALF: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """total, w, u (= u0) and, where KEEP, inverse of every chunk. Grid (H * chunks)."""
     head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
@@ -129,10 +175,10 @@ def gdn_prepare_kernel(
     products = tl.zeros([BC, BC], dtype=tl.float32)
     for k0 in range(0, K, BK):
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
-        products += dot(kv, tl.trans(kv), HALF)
+        products += dot(kv, turned(kv, HALF), HALF)
     i, j = position[:, None], position[None, :]
     lower = tl.where(i > j, products * decays(high, low, False, BC), 0.0) * strength[:, None]
-    solved = unit_lower_inverse(lower, BC, LEVELS)
+    solved = unit_lower_inverse(lower, BC)
     if KEEP:
         store_tile(inverse, solved, chunk, head, heads, C, C, 0, BC, BC)
     keys = solved * (strength * tl.exp(high + low))[None, :]
@@ -162,7 +208,7 @@ def _walk(
         correction = load_tile(u, chunk, head, heads, C, V, v0, BC, BV) - dot(wv, state, HALF)
         store_tile(u, correction, chunk, head, heads, C, V, v0, BC, BV)
         to_end = tl.exp((end_high - high) + (end_low - low))
-        state = state * tl.exp(end_high + end_low) + dot(tl.trans(kv), correction * to_end[:, None], HALF)
+        state = state * tl.exp(end_high + end_low) + dot(turned(kv, HALF), correction * to_end[:, None], HALF)
     return state
 
 
@@ -202,7 +248,7 @@ def gdn_scan_kernel(
         tl.store(final + own, state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def gdn_output_kernel(
     rows, q, k, weight, total, u, boundary, part, out, heads, first_chunk, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr,
@@ -224,7 +270,7 @@ def gdn_output_kernel(
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
         state = tl.load(boundary + where, mask=mask, other=0.0)
-        scores += dot(qv, tl.trans(kv), HALF)
+        scores += dot(qv, turned(kv, HALF), HALF)
         result += dot(qv, state, HALF)
     uv = load_tile(u, chunk, head, heads, C, V, v0, BC, BV)
     result = result * tl.exp(high + low)[:, None] + dot(scores * decays(high, low, False, BC), uv, HALF)

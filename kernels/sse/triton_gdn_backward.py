@@ -5,18 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_gdn import decays, load_scalars, load_tile, load_total, load_transposed, store_tile
+from posttrain.kernels.sse.triton_gdn import (
+    decays,
+    load_scalars,
+    load_tile,
+    load_total,
+    load_transposed,
+    operand,
+    store_tile,
+    turned,
+)
 from posttrain.kernels.sse.triton_gla import chunk_rows, dot, load_rows, read_factor, state_offsets, store_rows, write_factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def gdn_adjoint_kernel(
     rows, q, k, b, v, do, weight, total, inverse, boundary, u, r, z, heads, first_chunk, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr, BDIV: tl.constexpr,
-    VDIV: tl.constexpr, ODIV: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, NEED_U: tl.constexpr, HALF: tl.constexpr,
+    VDIV: tl.constexpr, ODIV: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, HALF: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """r, z (= z0) and, where NEED_U, u again, of every chunk. Grid (H * chunks, V blocks)."""
+    """r, z (= z0) and u again, of every chunk. Grid (H * chunks, V blocks)."""
     head, chunk, v0 = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads, tl.program_id(1) * BV
     if tl.load(rows + chunk.to(tl.int64) * C) < 0:
         return
@@ -28,16 +37,14 @@ def gdn_adjoint_kernel(
     for k0 in range(0, K, BK):
         qv = load_rows(q, row // QDIV, valid, head, heads, K, k0, BK)
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
-        scores_t += dot(kv, tl.trans(qv), HALF)
-        if NEED_U:
-            where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-            answer += dot(kv, tl.load(boundary + where, mask=mask, other=0.0), HALF)
-    if NEED_U:
-        strength = load_scalars(b, row // BDIV, valid, head, heads)
-        vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV) * write_factor(weight, row, valid, WRITE)[:, None]
-        right = (vv - answer * tl.exp(high + low)[:, None]) * strength[:, None]
-        solved = load_tile(inverse, chunk, head, heads, C, C, 0, BC, BC)
-        store_tile(u, dot(solved, right, HALF), chunk, head, heads, C, V, v0, BC, BV)
+        scores_t += dot(kv, turned(qv, HALF), HALF)
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        answer += dot(kv, tl.load(boundary + where, mask=mask, other=0.0), HALF)
+    strength = load_scalars(b, row // BDIV, valid, head, heads)
+    vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV) * write_factor(weight, row, valid, WRITE)[:, None]
+    right = (vv - answer * tl.exp(high + low)[:, None]) * strength[:, None]
+    solved = load_tile(inverse, chunk, head, heads, C, C, 0, BC, BC)
+    store_tile(u, dot(solved, right, HALF), chunk, head, heads, C, V, v0, BC, BV)
     solved_t = load_transposed(inverse, chunk, head, heads, C, BC)
     dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
     read = read_factor(weight, row, valid, scale, READ)
@@ -73,7 +80,7 @@ def _walk_back(
         zv = load_tile(z, chunk, head, heads, C, V, v0, BC, BV) + dot(rv, dstate, HALF)
         store_tile(z, zv, chunk, head, heads, C, V, v0, BC, BV)
         zv *= (from_start * load_scalars(b, row // BDIV, valid, head, heads))[:, None]
-        dstate = dstate * tl.exp(end_high + end_low) + dot(tl.trans(qv), dov, HALF) - dot(tl.trans(kv), zv, HALF)
+        dstate = dstate * tl.exp(end_high + end_low) + dot(turned(qv, HALF), dov, HALF) - dot(turned(kv, HALF), zv, HALF)
     return dstate
 
 
@@ -117,6 +124,37 @@ def gdn_reverse_kernel(
 
 
 @triton.jit
+def _within_chunk(
+    v, do, u, z, dv, part, row, valid, chunk, head, heads, strength, write, is_first,
+    V: tl.constexpr, C: tl.constexpr, VDIV: tl.constexpr, ODIV: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    HALF: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Gradients of A, of A transposed, of L, of L transposed (both but for the sign), all [BC, BC] without decays, and z . v of
+    every row; where is_first, also dv."""
+    scores, scores_t = tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
+    system, system_t = tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
+    written = tl.zeros([BC], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
+        uv = load_tile(u, chunk, head, heads, C, V, v0, BC, BV)
+        zv = load_tile(z, chunk, head, heads, C, V, v0, BC, BV)
+        scores += dot(dov, turned(uv, HALF), HALF)
+        scores_t += dot(uv, turned(dov, HALF), HALF)
+        system += dot(zv, turned(uv, HALF), HALF)
+        system_t += dot(uv, turned(zv, HALF), HALF)
+        if is_first:
+            written += tl.sum(zv * load_rows(v, row // VDIV, valid, head, heads, V, v0, BV), 1)
+            result = zv * (strength * write)[:, None]
+            if ADD:
+                result += load_rows(part, row, valid, head, heads, V, v0, BV)
+            if LAST:
+                store_rows(dv, result, row, valid, head, heads, V, v0, BV)
+            else:
+                store_rows(part, result, row, valid, head, heads, V, v0, BV)
+    return scores, scores_t, system, system_t, written
+
+
+@triton.jit(do_not_specialize=["first_chunk", "num_rows"])
 def gdn_gradient_kernel(
     rows, q, k, b, v, do, weight, total, u, z, boundary, dboundary,
     dq, dk, dg, db, dv, part, dweight, heads, num_rows, first_chunk, scale,
@@ -133,63 +171,53 @@ def gdn_gradient_kernel(
     row = chunk_rows(rows, chunk, C, BC)
     valid = row >= 0
     strength = load_scalars(b, row // BDIV, valid, head, heads)
-    write = write_factor(weight, row, valid, WRITE)
-    scores, scores_t = tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
-    system, system_t = tl.zeros([BC, BC], dtype=tl.float32), tl.zeros([BC, BC], dtype=tl.float32)
-    dqv, dkv = tl.zeros([BC, BK], dtype=tl.float32), tl.zeros([BC, BK], dtype=tl.float32)
-    answer = tl.zeros([BC, BK], dtype=tl.float32)
-    kept, written = tl.zeros([BK], dtype=tl.float32), tl.zeros([BC], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
-        uv = load_tile(u, chunk, head, heads, C, V, v0, BC, BV)
-        zv = load_tile(z, chunk, head, heads, C, V, v0, BC, BV)
-        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        state = tl.load(boundary + where, mask=mask, other=0.0)
-        dstate = tl.load(dboundary + where, mask=mask, other=0.0)
-        scores += dot(dov, tl.trans(uv), HALF)
-        scores_t += dot(uv, tl.trans(dov), HALF)
-        system += dot(zv, tl.trans(uv), HALF)
-        system_t += dot(uv, tl.trans(zv), HALF)
-        dqv += dot(dov, tl.trans(state), HALF)
-        answer += dot(zv, tl.trans(state), HALF)
-        dkv += dot(uv, tl.trans(dstate), HALF)
-        kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        if is_first:
-            written += tl.sum(zv * load_rows(v, row // VDIV, valid, head, heads, V, v0, BV), 1)
-            result = zv * (strength * write)[:, None]
-            if ADD:
-                result += load_rows(part, row, valid, head, heads, V, v0, BV)
-            if LAST:
-                store_rows(dv, result, row, valid, head, heads, V, v0, BV)
-            else:
-                store_rows(part, result, row, valid, head, heads, V, v0, BV)
+    write, read = write_factor(weight, row, valid, WRITE), read_factor(weight, row, valid, scale, READ)
     high, low, end_high, end_low = load_total(total, chunk, head, heads, C, BC)
     from_start, to_end = tl.exp(high + low), tl.exp((end_high - high) + (end_low - low))
-    read = read_factor(weight, row, valid, scale, READ)
+    scores, scores_t, system, system_t, written = _within_chunk(
+        v, do, u, z, dv, part, row, valid, chunk, head, heads, strength, write, is_first,
+        V, C, VDIV, ODIV, ADD, LAST, HALF, BC, BV,
+    )  # fmt: skip
     qv = load_rows(q, row // QDIV, valid, head, heads, K, k0, BK)
     kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
     decay, decay_t = decays(high, low, False, BC), decays(high, low, True, BC)
-    scores, scores_t = scores * decay, scores_t * decay_t * read[None, :]
+    scores, scores_t = scores * decay, operand(scores_t * decay_t * read[None, :], HALF)
     system, system_t = tl.where(i > j, -system * decay, 0.0), tl.where(i < j, -system_t * decay_t, 0.0)
-    between_keys = system * dot(kv, tl.trans(kv), HALF)
+    # L's gradient reaches k through both of its indices: with the row factor b_i that is one symmetric matrix times k.
+    symmetric = operand(system * strength[:, None] + system_t * strength[None, :], HALF)
+    system *= dot(kv, turned(kv, HALF), HALF)
     # What decays of two rows have in common cancels: both sums are of one fp32 matrix, its diagonal left out.
-    flow = tl.where(i > j, scores * dot(qv, tl.trans(kv), HALF), 0.0) * read[:, None] + between_keys * strength[:, None]
+    flow = tl.where(i > j, scores * dot(qv, turned(kv, HALF), HALF), 0.0) * read[:, None] + system * strength[:, None]
+    own = tl.sum(flow, 1) - tl.sum(flow, 0)
+    dbv = written * write + tl.sum(system, 1)
+    scores = operand(scores, HALF)
+    dqv, dkv = tl.zeros([BC, BK], dtype=tl.float32), tl.zeros([BC, BK], dtype=tl.float32)
+    answer = tl.zeros([BC, BK], dtype=tl.float32)
+    kept = tl.zeros([BK], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        state = tl.load(boundary + where, mask=mask, other=0.0)
+        dstate = tl.load(dboundary + where, mask=mask, other=0.0)
+        dqv += dot(load_rows(do, row // ODIV, valid, head, heads, V, v0, BV), turned(state, HALF), HALF)
+        answer += dot(load_tile(z, chunk, head, heads, C, V, v0, BC, BV), turned(state, HALF), HALF)
+        dkv += dot(load_tile(u, chunk, head, heads, C, V, v0, BC, BV), turned(dstate, HALF), HALF)
+        kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+    qv = load_rows(q, row // QDIV, valid, head, heads, K, k0, BK)
+    kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
     dqv *= from_start[:, None]
     answered = tl.sum(answer * kv, 1) * from_start
-    own = tl.sum(flow, 1) - tl.sum(flow, 0) + tl.sum(dqv * qv, 1) * read - answered * strength
+    own += tl.sum(dqv * qv, 1) * read - answered * strength
     dgv = tl.sum(tl.where(j >= i, own[None, :], (tl.sum(dkv * kv, 1) * to_end)[None, :]), 1)
     dgv += tl.sum(kept, 0) * tl.exp(end_high + end_low)
     dqv += dot(scores, kv, HALF)
-    # L's gradient reaches k through both of its indices: with the row factor b_i that is one symmetric matrix times k.
-    symmetric = system * strength[:, None] + system_t * strength[None, :]
     dkv = dkv * to_end[:, None] - answer * (strength * from_start)[:, None]
     dkv += dot(scores_t, qv, HALF) + dot(symmetric, kv, HALF)
     store_rows(dq, dqv * read[:, None], row, valid, head, heads, K, k0, BK)
     store_rows(dk, dkv, row, valid, head, heads, K, k0, BK)
     where = (tl.program_id(1) * num_rows + row).to(tl.int64) * heads + head
     tl.store(dg + where, dgv, mask=valid)
-    tl.store(db + where, written * write - answered + tl.sum(between_keys, 1), mask=valid)
+    tl.store(db + where, dbv - answered, mask=valid)
     if READ or WRITE:
         sent = tl.zeros([BC], dtype=tl.float32)
         if READ:
@@ -199,7 +227,7 @@ def gdn_gradient_kernel(
         tl.store(dweight + where, sent, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_kernel(x, other, y, inner, count, N: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
     """y [A, B] = sum over the middle of x [A, N, B], in order (+ other [A, B]); B = inner, count = A * B."""
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

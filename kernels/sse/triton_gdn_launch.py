@@ -50,14 +50,13 @@ class Sizes:
         return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=2)
 
     def sequential(self) -> dict[str, Any]:
-        """Of a kernel along streams, which holds all K rows of a state."""
+        """Of a kernel along streams, which holds all K rows of a state; few columns, since the steps wait for each other."""
         width = _block(self.K, 256)
-        columns = 64 if self.HALF and width <= 128 else 32 if self.HALF or width <= 128 else 16
-        if self.BC > 64:
-            columns = max(16, columns // 2)
-        stages = 2 if self.HALF and width * self.BC <= 128 * 64 else 1
+        columns = 32 if self.HALF and self.BC <= 64 else 16
+        # Loads for the next chunk run ahead (a stage for the row numbers, one for the rows) where shared memory holds two chunks.
+        stages = 3 if self.HALF and width * self.BC <= 128 * 64 else 1
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return own | dict(KW=width, BV=_block(self.V, columns), STAGES=stages, num_warps=8 if width * columns > 4096 else 4)
+        return own | dict(KW=width, BV=_block(self.V, columns), STAGES=stages, num_warps=4 if width * self.BC <= 128 * 64 else 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +140,8 @@ def make_call(
                 first_chunk=0,
                 num_chunks=shared_chunks,
                 num_rows=tokens,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
     second = dict(q=q2, k=k2, g=g2, b=b2, v=v[:, None] if v2 is None else v2)
     divs = {f"{n}_div": routes // a.shape[1] for n, a in second.items()}
     kinds.append(
@@ -155,8 +154,8 @@ def make_call(
             first_chunk=shared_chunks,
             num_chunks=routed_chunks,
             num_rows=tokens * routes,
-        )  # fmt: skip
-    )
+        )
+    )  # fmt: skip
     return Call(
         kinds=kinds, weight=weight.float().contiguous(), v=v, initial=None if initial is None else initial.contiguous(),
         scale=scale, partitions=num_partitions, sizes=Sizes.choose(q2, k2, v, chunk_size),
@@ -173,7 +172,7 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
         gdn_prepare_kernel[(heads * kind.num_chunks,)](
             plan.rows, kind.k, kind.g, kind.b, kind.v, c.weight, total, inverse, w, u, heads, kind.first_chunk,
             KDIV=kind.k_div, GDIV=kind.g_div, BDIV=kind.b_div, VDIV=kind.v_div, WRITE=kind.write, KEEP=keep,
-            LEVELS=s.BC.bit_length() - 1, **s.parallel(128, 128),
+            **s.parallel(128, 128, warps=4 if s.HALF and s.BC <= 64 else 8),
         )  # fmt: skip
     final = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if end else (0,))
     shape, last = s.sequential(), c.kinds[-1]
@@ -224,7 +223,7 @@ class TokenSum:
 
 
 def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tensor) -> Tensor:
-    shape, out = c.sizes.parallel(128, 128), TokenSum(c, c.sizes.V, c.v.dtype)
+    shape, out = c.sizes.parallel(64, 128), TokenSum(c, c.sizes.V, c.v.dtype)
     for n, kind in enumerate(c.kinds):
         part, flags = out.target(n < len(c.kinds) - 1)
         gdn_output_kernel[(c.heads * kind.num_chunks, triton.cdiv(c.sizes.V, shape["BV"]))](
@@ -235,20 +234,19 @@ def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tenso
 
 
 def reverse(
-    c: Call, plan: DevicePlan, total: Tensor, inverse: Tensor, boundary: Tensor, u: Tensor | None, do: Tensor,
-    dfinal: Tensor | None, want_initial: bool,
+    c: Call, plan: DevicePlan, total: Tensor, inverse: Tensor, boundary: Tensor, do: Tensor, dfinal: Tensor | None,
+    want_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> u, z, gradients of the states after the chunks, of the initial states (empty unless wanted)."""
     s, heads = c.sizes, c.heads
-    need, u = u is None, c.tiles(s.V) if u is None else u
-    r, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.states()
-    shape = s.parallel(128, 128)
+    r, u, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.tiles(s.V), c.states()
+    shape = s.parallel(64, 128)
     for kind in c.kinds:
         gdn_adjoint_kernel[(heads * kind.num_chunks, triton.cdiv(s.V, shape["BV"]))](
             plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z,
             heads, kind.first_chunk, c.scale,
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
-            READ=kind.read, WRITE=kind.write, NEED_U=need, **shape,
+            READ=kind.read, WRITE=kind.write, **shape,
         )  # fmt: skip
     dinitial = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if want_initial else (0,))
     shape, one, two = s.sequential(), c.kinds[0], c.kinds[-1]
@@ -273,17 +271,19 @@ def gradients(
     separate: bool,
 ) -> tuple[list[dict[str, Tensor]], Tensor | None, Tensor | None]:
     """-> per kind the gradients by name (v where the kinds' values are separate), of v where they are not, of the weight."""
-    s, shape = c.sizes, c.sizes.parallel(128, 64)
+    s = c.sizes
+    # Two blocks of values or more, where they fit: of one block the compiler would load everything ahead, past its registers.
+    shape = s.parallel(128, min(64, _block(s.V, 256) // 2), warps=8 if s.BC <= 64 else 16)
     blocks = triton.cdiv(s.K, shape["BK"])
     dv = None if separate else TokenSum(c, s.V, c.v.dtype)
     found, dweight = [], None
     for n, kind in enumerate(c.kinds):
         rows, gated = kind.num_rows, kind.read or kind.write
         grads = {
-            name: c.v.new_empty(rows, c.heads, width, dtype=a.dtype if div == 1 else torch.float32)
-            for name, a, width, div in (("q", kind.q, s.K, kind.q_div), ("k", kind.k, s.K, kind.k_div), ("v", kind.v, s.V, kind.v_div))
+            name: c.v.new_empty(rows, *source.shape[1:], dtype=source.dtype if div == 1 else torch.float32)
+            for name, source, div in (("q", kind.q, kind.q_div), ("k", kind.k, kind.k_div), ("v", kind.v, kind.v_div))
             if name != "v" or separate
-        }  # fmt: skip
+        }
         dg, db, sent = (c.v.new_empty(blocks, n, c.heads, dtype=torch.float32) for n in (rows, rows, rows if gated else 0))
         if dv is None:
             part, out, flags = grads["v"], grads["v"], dict(ADD=False, LAST=True)

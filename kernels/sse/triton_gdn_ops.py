@@ -3,7 +3,7 @@ see through."""
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ def run_triton_gdn(x: Inputs, *, output_final_state: bool = True, keep_states: b
 
     keep_states: the chunks' start states and inverses stay in memory for the backward pass, else they are computed again.
     """
-    o, final, *_ = torch.ops.posttrain.sse_gdn_forward(
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    # An operator costs the host as much as several launches: only who looks at operators pays for it.
+    run = torch.ops.posttrain.sse_gdn_forward if seen else _EagerGDN.apply
+    o, final, *_ = run(
         x.q1, x.k1, x.g1, x.b1, x.q2, x.k2, x.g2, x.b2, x.v, None if x.same_values else x.v2, x.weight, x.index, x.cu_seqlens,
         x.initial_state if x.has_initial_state else None,
         x.num_partitions, x.scale, x.gate, x.chunk_size, output_final_state, keep_states,
@@ -33,11 +36,10 @@ def _plan(c, rows: Tensor, begin: Tensor, chunks: Tensor) -> DevicePlan:
     )
 
 
-@torch.library.custom_op("posttrain::sse_gdn_forward", mutates_args=())
-def sse_gdn_forward(
-    q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], b1: Optional[Tensor],
-    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Optional[Tensor],
-    weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Optional[Tensor],
+def _forward(
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
+    weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
     num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> o, final state (empty unless asked for), start states and inverses of the chunks (empty unless kept), accumulated log
@@ -52,6 +54,9 @@ def sse_gdn_forward(
     total, inverse, boundary, u, final = states(c, plan, end=output_final_state, keep=keep_states)
     o = outputs(c, plan, total, u, boundary)
     return o, final, boundary if keep_states else boundary.new_empty(0), inverse, total, plan.rows, plan.begin, plan.chunks
+
+
+sse_gdn_forward = torch.library.custom_op("posttrain::sse_gdn_forward", _forward, mutates_args=())
 
 
 @sse_gdn_forward.register_fake
@@ -76,12 +81,11 @@ def _(
     )
 
 
-@torch.library.custom_op("posttrain::sse_gdn_backward", mutates_args=())
-def sse_gdn_backward(
-    do: Tensor, dfinal: Optional[Tensor],
-    q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], b1: Optional[Tensor],
-    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Optional[Tensor],
-    weight: Tensor, index: Tensor, initial: Optional[Tensor],
+def _gradients(
+    do: Tensor, dfinal: Tensor | None,
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
+    weight: Tensor, index: Tensor, initial: Tensor | None,
     boundary: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
     num_partitions: int, scale: float, gate: str, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -89,12 +93,12 @@ def sse_gdn_backward(
     c = make_call(
         q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, num_partitions, scale, gate, chunk_size, begin.shape[0]
     )
-    plan, u = _plan(c, rows, begin, chunks), None
+    plan = _plan(c, rows, begin, chunks)
     if boundary.numel() == 0:
-        _, inverse, boundary, u, _ = states(c, plan, end=False, keep=True)
+        _, inverse, boundary, *_ = states(c, plan, end=False, keep=True)
     do = do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    u, z, dboundary, dinitial = reverse(c, plan, total, inverse, boundary, u, do, dfinal, initial is not None)
+    u, z, dboundary, dinitial = reverse(c, plan, total, inverse, boundary, do, dfinal, initial is not None)
     found, dv, dweight = gradients(c, plan, total, u, z, boundary, dboundary, do, v2 is not None)
     first, second = found[0] if len(found) > 1 else None, found[-1]
     out = [v.new_empty(0) if first is None else first[n] for n in "qkgb"]
@@ -103,6 +107,9 @@ def sse_gdn_backward(
         dv = torch.zeros_like(v) if first is None else first["v"]
     dweight = torch.zeros_like(weight) if dweight is None else dweight.view(weight.shape).to(weight.dtype)
     return *out, dv, v.new_empty(0) if v2 is None else second["v"].view(v2.shape), dweight, dinitial
+
+
+sse_gdn_backward = torch.library.custom_op("posttrain::sse_gdn_backward", _gradients, mutates_args=())
 
 
 @sse_gdn_backward.register_fake
@@ -128,12 +135,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.output_final_state = output_final_state
 
 
-def _backward(ctx, do, dfinal, *_):
+def _backward(run: Callable, ctx, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of the forward's 20 inputs, by `run`: `_gradients` or its operator."""
     if do is None and dfinal is None:
         return (None,) * 20
     saved = ctx.saved_tensors
     q1, v, v2, initial = saved[0], saved[8], saved[9], saved[12]
-    *grads, dv2, dweight, dinitial = torch.ops.posttrain.sse_gdn_backward(
+    *grads, dv2, dweight, dinitial = run(
         torch.zeros_like(v) if do is None else do, dfinal if ctx.output_final_state else None, *saved, *ctx.options
     )
     if q1 is None:
@@ -142,4 +150,19 @@ def _backward(ctx, do, dfinal, *_):
     return *grads, None if v2 is None else dv2, dweight, None, None, dinitial, *(None,) * 6
 
 
-sse_gdn_forward.register_autograd(_backward, setup_context=_setup_context)
+class _EagerGDN(torch.autograd.Function):
+    """The operator without its dispatch."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, do, dfinal, *_):
+        return _backward(_gradients, ctx, do, dfinal)
+
+
+def _operator_backward(ctx, do, dfinal, *_):
+    return _backward(torch.ops.posttrain.sse_gdn_backward, ctx, do, dfinal)
+
+
+sse_gdn_forward.register_autograd(_operator_backward, setup_context=_setup_context)

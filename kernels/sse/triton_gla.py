@@ -92,6 +92,14 @@ def state_offsets(chunk, head, heads, K: tl.constexpr, V: tl.constexpr, k0, v0, 
 
 
 @triton.jit
+def score_offsets(chunk, head, heads, C: tl.constexpr, BC: tl.constexpr):
+    """Offsets and mask of a chunk's [C, C] matrix in [NC, H, C, C]."""
+    i = tl.arange(0, BC)
+    where = (chunk.to(tl.int64) * heads + head) * C * C + i[:, None] * C + i[None, :]
+    return where, (i < C)[:, None] & (i < C)[None, :]
+
+
+@triton.jit
 def chunk_rows(rows, chunk, C: tl.constexpr, BC: tl.constexpr):
     position = tl.arange(0, BC)
     return tl.load(rows + chunk.to(tl.int64) * C + position, mask=position < C, other=-1)
@@ -144,14 +152,16 @@ def nested_scores(
 
 @triton.jit
 def gla_increment_kernel(
-    rows, x, g, y, weight, increment, decay, strong, heads, first_chunk, factor,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, WEIGHTED: tl.constexpr,
+    rows, x, g, y, v, weight, increment, decay, strong, dscores, own, heads, first_chunk, factor,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    XDIV: tl.constexpr, YDIV: tl.constexpr, VDIV: tl.constexpr, WEIGHTED: tl.constexpr,
     BACKWARD: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
     FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """increment [NC,H,K,V] fp32 = sum over rows of (x decayed)^T y: x = k to the chunk's end and y = v, or (backward) x = q
     from its start and y = do. The forward also writes the chunk's log decay [NC,H,K] and, where it is too strong for the plain
-    product in a block of K, a 1 into strong [NC,H,K blocks]. Grid (H, chunks, K blocks * V blocks)."""
+    product in a block of K, a 1 into strong [NC,H,FLAGS]; the backward the products do_i . v_j, in dscores [NC,H,C,C] those of
+    j < i, in own [NC,H,C] fp32 those of j = i. Grid (H, chunks, K blocks * V blocks)."""
     head, chunk = tl.program_id(0), first_chunk + tl.program_id(1)
     if tl.load(rows + chunk.to(tl.int64) * C) < 0:
         return
@@ -174,9 +184,19 @@ def gla_increment_kernel(
     if not BACKWARD:
         if v0 == 0:
             k, total = k0 + tl.arange(0, BK), tl.sum(gt, 1)
-            own = chunk.to(tl.int64) * heads + head
-            tl.store(decay + own * K + k, total, mask=k < K)
-            tl.store(strong + own * FLAGS + k0 // BK, (tl.min(total, 0) < -SPLIT_LIMIT).to(tl.int32))
+            matrix = chunk.to(tl.int64) * heads + head
+            tl.store(decay + matrix * K + k, total, mask=k < K)
+            tl.store(strong + matrix * FLAGS + k0 // BK, (tl.min(total, 0) < -SPLIT_LIMIT).to(tl.int32))
+    elif tl.program_id(2) == 0:
+        product = tl.zeros([BC, BC], dtype=tl.float32)
+        for v1 in tl.static_range(0, V, BV):
+            yv = load_rows(y, row // YDIV, valid, head, heads, V, v1, BV)
+            product += dot(yv, tl.trans(load_rows(v, row // VDIV, valid, head, heads, V, v1, BV)), HALF)
+        where_score, inside = score_offsets(chunk, head, heads, C, BC)
+        tl.store(dscores + where_score, tl.where(t > j, product, 0.0).to(dscores.dtype.element_ty), mask=inside)
+        i = tl.arange(0, BC)
+        itself = tl.sum(tl.where(t == j, product, 0.0), 1)
+        tl.store(own + (chunk.to(tl.int64) * heads + head) * C + i, itself, mask=i < C)
 
 
 @triton.jit
@@ -356,7 +376,7 @@ def gla_mix_strong_kernel(
 
 @triton.jit
 def _gradients_of_chunk(
-    head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dq, dk, dg, dweight, num_rows, heads, scale,
+    head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, dq, dk, dg, dweight, num_rows, heads, scale,
     STRONG: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
@@ -370,20 +390,19 @@ def _gradients_of_chunk(
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
     read, write = read_factor(weight, row, valid, scale, READ), write_factor(weight, row, valid, WRITE)
 
-    dscores = tl.zeros([BC, BC], dtype=tl.float32)
     dqv = tl.zeros([BC, BK], dtype=tl.float32)
     kept = tl.zeros([BK], dtype=tl.float32)
     for v0 in tl.static_range(0, V, BV):
-        yv = load_rows(v, row // YDIV, valid, head, heads, V, v0, BV)
         dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
         state = tl.load(boundary + where, mask=mask, other=0.0)
-        dscores += dot(dov, tl.trans(yv), HALF)
         dqv += dot(dov, tl.trans(state), HALF)
         kept += tl.sum(state.to(tl.float32) * tl.load(dboundary + where, mask=mask, other=0.0).to(tl.float32), 1)
+    where, mask = score_offsets(chunk, head, heads, C, BC)
+    scores = tl.load(dscores + where, mask=mask, other=0.0)
     # A row's product with itself knows no decay: it is added after dg was made, where it would only leave rounding.
-    own = tl.sum(tl.where(i == j, dscores, 0.0), 1)
-    dscores = tl.where(i > j, dscores, 0.0)
+    position = tl.arange(0, BC)
+    itself = tl.load(own + (chunk.to(tl.int64) * heads + head) * C + position, mask=position < C, other=0.0)
     gv = load_rows(g, source, valid, head, heads, K, k0, BK)
     kv = load_rows(k, source, valid, head, heads, K, k0, BK) * write[:, None]
     qr = load_rows(q, source, valid, head, heads, K, k0, BK)
@@ -394,33 +413,30 @@ def _gradients_of_chunk(
         for level in range(LEVELS):
             second, factor = halves(gv, level, HALF, GLOW, BC)
             lower = tl.where(second, 0.0, kv * factor)
-            sent = tl.where(second, dot(tl.where(same_pair(level, BC), dscores, 0.0), lower, HALF), 0.0)
+            sent = tl.where(second, dot(tl.where(same_pair(level, BC), scores, 0.0), lower, HALF), 0.0)
             dqv += sent * factor
             flow += rounded(qv * factor, HALF) * sent
     else:
         relative, to_middle, _ = split_at_middle(gv, HALF, GLOW, BC)
         growth = tl.exp(relative)
-        sent = dot(dscores, kv * tl.exp(-relative), HALF)
+        sent = dot(scores, kv * tl.exp(-relative), HALF)
         dqv *= growth * tl.exp(to_middle)[None, :]
         # The rounded factors of both sides' products: what one row sends and another receives cancels exactly in dg.
         flow = qv * dqv + rounded(qv * growth, HALF) * sent
         dqv += sent * growth
-    dqv += own[:, None] * kv
+    dqv += itself[:, None] * kv
     store_rows(dq, dqv * read[:, None], row, valid, head, heads, K, k0, BK)
     of_weight = tl.zeros([BC], dtype=tl.float32)
     if READ:
         of_weight += tl.sum(qr * dqv, 1) * scale
 
-    # A product of its own: a transposed accumulator is what some Triton versions get wrong on Hopper.
-    dscores_t = tl.zeros([BC, BC], dtype=tl.float32)
     dkv = tl.zeros([BC, BK], dtype=tl.float32)
     for v0 in tl.static_range(0, V, BV):
         yv = load_rows(v, row // YDIV, valid, head, heads, V, v0, BV)
-        dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        dscores_t += dot(yv, tl.trans(dov), HALF)
         dkv += dot(yv, tl.trans(tl.load(dboundary + where, mask=mask, other=0.0)), HALF)
-    dscores_t = tl.where(j > i, dscores_t, 0.0)
+    where, mask = score_offsets(chunk, head, heads, C, BC)
+    scores = tl.load(dscores + tl.trans(where), mask=mask, other=0.0)
     gv = load_rows(g, source, valid, head, heads, K, k0, BK)
     qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
     kr = load_rows(k, source, valid, head, heads, K, k0, BK)
@@ -431,18 +447,18 @@ def _gradients_of_chunk(
         for level in range(LEVELS):
             second, factor = halves(gv, level, HALF, GLOW, BC)
             upper = tl.where(second, qv * factor, 0.0)
-            sent = tl.where(second, 0.0, dot(tl.where(same_pair(level, BC), dscores_t, 0.0), upper, HALF))
+            sent = tl.where(second, 0.0, dot(tl.where(same_pair(level, BC), scores, 0.0), upper, HALF))
             dkv += sent * factor
             flow -= rounded(kv * factor, HALF) * sent
     else:
         relative, _, after = split_at_middle(gv, HALF, GLOW, BC)
         shrink = tl.exp(-relative)
-        sent = dot(dscores_t, qv * tl.exp(relative), HALF)
+        sent = dot(scores, qv * tl.exp(relative), HALF)
         dkv *= shrink * tl.exp(after)[None, :]
         to_state = kv * dkv
         flow -= rounded(kv * shrink, HALF) * sent
         dkv += sent * shrink
-    dkv += own[:, None] * qv
+    dkv += itself[:, None] * qv
     store_rows(dk, dkv * write[:, None], row, valid, head, heads, K, k0, BK)
     if WRITE:
         of_weight += tl.sum(kr * dkv, 1)
@@ -451,14 +467,19 @@ def _gradients_of_chunk(
         tl.store(dweight + where_weight, of_weight, mask=valid)
     kk = k0 + tl.arange(0, BK)
     total = tl.load(decay + (chunk.to(tl.int64) * heads + head) * K + kk, mask=kk < K, other=0.0)
-    dgv = row_sums((j >= i).to(tl.float32), flow, HALF, True) + row_sums((j < i).to(tl.float32), to_state, HALF, True)
-    dgv += (kept * tl.exp(total))[None, :]
+    kept *= tl.exp(total)
+    if STRONG:
+        dgv = row_sums((j >= i).to(tl.float32), flow, HALF, True) + row_sums((j < i).to(tl.float32), to_state, HALF, True)
+    else:
+        dgv = row_sums((j >= i).to(tl.float32), flow - to_state, HALF, True)
+        kept += tl.sum(to_state, 0)
+    dgv += kept[None, :]
     store_rows(dg, dgv, row, valid, head, heads, K, k0, BK)
 
 
 @triton.jit
 def gla_gradient_kernel(
-    rows, q, k, g, v, do, weight, boundary, dboundary, decay, strong, dq, dk, dg, dweight, num_rows, heads, first_chunk, scale,
+    rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, strong, dq, dk, dg, dweight, num_rows, heads, first_chunk, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
     FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
@@ -470,14 +491,15 @@ def gla_gradient_kernel(
     if is_strong(strong, chunk, head, heads, FLAGS):
         return
     _gradients_of_chunk(
-        head, chunk, tl.program_id(2) * BK, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dq, dk, dg, dweight,
-        num_rows, heads, scale, False, K, V, C, XDIV, YDIV, ODIV, READ, WRITE, HALF, GLOW, BC, BK, BV, LEVELS,
+        head, chunk, tl.program_id(2) * BK, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own,
+        dq, dk, dg, dweight, num_rows, heads, scale,
+        False, K, V, C, XDIV, YDIV, ODIV, READ, WRITE, HALF, GLOW, BC, BK, BV, LEVELS,
     )  # fmt: skip
 
 
 @triton.jit
 def gla_gradient_strong_kernel(
-    rows, q, k, g, v, do, weight, boundary, dboundary, decay, strong, dq, dk, dg, dweight, num_rows, heads, first_chunk,
+    rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, strong, dq, dk, dg, dweight, num_rows, heads, first_chunk,
     num_chunks, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
@@ -493,7 +515,7 @@ def gla_gradient_strong_kernel(
             if is_strong(strong, chunk, head, heads, FLAGS):
                 for k0 in range(0, K, BK):
                     _gradients_of_chunk(
-                        head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dq, dk, dg, dweight,
+                        head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, dq, dk, dg, dweight,
                         num_rows, heads, scale, True,
                         K, V, C, XDIV, YDIV, ODIV, READ, WRITE, HALF, GLOW, BC, BK, BV, LEVELS,
                     )  # fmt: skip

@@ -7,6 +7,7 @@ every row has its own place and the rows of a token are summed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Optional
@@ -53,12 +54,24 @@ def run_triton(x: Inputs, *, output_final_state: bool = True, keep_states: bool 
 
     keep_states: the chunks' start states stay in memory for the backward pass, else they are computed again.
     """
-    o, final, *_ = torch.ops.posttrain.sse_gla_forward(
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    # An operator costs the host as much as several launches: only who looks at operators pays for it.
+    run = torch.ops.posttrain.sse_gla_forward if seen else _EagerGLA.apply
+    o, final, *_ = run(
         x.q1, x.k1, x.g1, x.q2, x.k2, x.g2, x.v, None if x.same_values else x.v2, x.weight, x.index, x.cu_seqlens,
         x.initial_state if x.has_initial_state else None,
         x.num_partitions, x.scale, x.gate, x.chunk_size, output_final_state, keep_states,
     )  # fmt: skip
     return o, final if output_final_state else None
+
+
+# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; more
+# warps would only hold copies of them. The increment's rows are key channels.
+LAUNCHES: dict[str, tuple[int, int, dict[str, int]]] = {
+    "increment": (128, 128, dict(num_warps=8)),
+    "mix": (64, 128, dict(num_warps=4)),
+    "gradient": (64, 64, dict(num_warps=4)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +92,36 @@ class Blocks:
         return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=size, HALF=half, GLOW=g.dtype != torch.bfloat16)
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """Of what only products read: states at the chunks' starts, gradients of scores."""
+        return torch.bfloat16 if self.HALF else torch.float32
+
+    @property
     def flags(self) -> int:
-        return triton.next_power_of_2(triton.cdiv(self.K, self.width(self.K, 128)))
+        return triton.next_power_of_2(triton.cdiv(self.K, self.width(self.K, LAUNCHES["increment"][0])))
 
     def width(self, size: int, largest: int) -> int:
-        """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long."""
-        largest = largest // (1 if self.HALF else 2) // (2 if self.BC > 64 else 1)
-        return min(max(16, largest), max(16, triton.next_power_of_2(size)))
+        """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long.
 
-    def shape(self, key_block: int, value_block: int) -> dict[str, Any]:
-        """Constants of a launch, and its warps: a warp group of four holds 64 rows; more would only hold copies of them."""
-        return dict(
+        Warp-group products get blocks of 64 bf16 columns at least: with 32, Triton 3.6 and 3.7 let them read past the end of
+        shared memory (triton-lang/triton, issue 11366), seen here as illegal accesses and results that did not repeat.
+        """
+        least = 64 if self.HALF and self.BC >= 64 else 16
+        largest = largest // (1 if self.HALF else 2) // (2 if self.BC > 64 else 1)
+        return max(least, min(largest, triton.next_power_of_2(size)))
+
+    def shape(self, name: str) -> dict[str, Any]:
+        """Constants and options of a kernel's launch; longer chunks take twice the warps, other than in increments."""
+        key_block, value_block, options = LAUNCHES[name]
+        shape = dict(
             K=self.K, V=self.V, C=self.C, HALF=self.HALF, GLOW=self.GLOW, FLAGS=self.flags, BC=self.BC,
-            BK=self.width(self.K, key_block), BV=self.width(self.V, value_block), num_warps=8 if self.BC > 64 else 4,
+            BK=self.width(self.K, key_block), BV=self.width(self.V, value_block), **options,
         )  # fmt: skip
+        if name != "increment" and self.BC > 64:
+            shape["num_warps"] *= 2
+        elif name == "increment" and shape["BK"] * shape["BV"] <= 8192:
+            shape["num_warps"] = 4
+        return shape
 
     @property
     def levels(self) -> int:
@@ -191,22 +220,24 @@ def _call(q1, k1, g1, q2, k2, g2, v, v2, weight, index, initial, num_partitions,
     )  # fmt: skip
 
 
-def _increments(c: Call, rows: Tensor, decay: Tensor, strong: Tensor, do: Tensor | None = None) -> Tensor:
-    """What every chunk adds to the state, or with `do` to its gradient -> [NC,H,K,V] fp32. Without, fills decay and strong."""
+def _increments(c: Call, rows: Tensor, decay: Tensor, strong: Tensor, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What every chunk adds to the state, or with `do` to its gradient -> [NC,H,K,V] fp32. Without `do`, fills decay and strong;
+    with it, also returns the gradients of the scores [NC,H,C,C] below the diagonal, and on it [NC,H,C] fp32."""
     b, backward = c.blocks, do is not None
-    increment = torch.empty(decay.shape[0], c.heads, b.K, b.V, dtype=torch.float32, device=c.v.device)
-    shape = b.shape(128, 128)
-    if shape["BK"] * shape["BV"] > 8192:
-        shape["num_warps"] = 8
+    sizes = (decay.shape[0], c.heads)
+    increment = torch.empty(*sizes, b.K, b.V, dtype=torch.float32, device=c.v.device)
+    dscores = torch.empty((*sizes, b.C, b.C) if backward else (0,), dtype=b.state_dtype, device=c.v.device)
+    own = increment.new_empty((*sizes, b.C) if backward else (0,))
+    shape = b.shape("increment")
     for kind in c.kinds:
         grid = (c.heads, kind.num_chunks, triton.cdiv(b.K, shape["BK"]) * triton.cdiv(b.V, shape["BV"]))
         gla_increment_kernel[grid](
-            rows, kind.q if backward else kind.k, kind.g, do if backward else kind.v, c.weight, increment, decay, strong,
-            c.heads, kind.first_chunk, c.scale if backward else 1.0,
-            XDIV=kind.x_div, YDIV=kind.o_div if backward else kind.y_div, WEIGHTED=kind.read if backward else kind.write,
-            BACKWARD=backward, **shape,
+            rows, kind.q if backward else kind.k, kind.g, do if backward else kind.v, kind.v, c.weight, increment, decay, strong,
+            dscores, own, c.heads, kind.first_chunk, c.scale if backward else 1.0,
+            XDIV=kind.x_div, YDIV=kind.o_div if backward else kind.y_div, VDIV=kind.y_div,
+            WEIGHTED=kind.read if backward else kind.write, BACKWARD=backward, **shape,
         )  # fmt: skip
-    return increment
+    return increment, dscores, own
 
 
 def _scan(
@@ -214,7 +245,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     """-> boundary [NC,H,K,V] in v's dtype (fp32 unless the products are bf16), the states at the other end or an empty tensor."""
     b = c.blocks
-    boundary = torch.empty(increment.shape, dtype=torch.bfloat16 if b.HALF else torch.float32, device=increment.device)
+    boundary = torch.empty(increment.shape, dtype=b.state_dtype, device=increment.device)
     final = increment.new_empty((*begin.shape, c.heads, b.K, b.V) if end else (0,))
     rows, columns = 8, min(128, max(16, triton.next_power_of_2(b.V)))
     grid = (begin.numel(), c.heads, triton.cdiv(b.K, rows) * triton.cdiv(b.V, columns))
@@ -230,7 +261,7 @@ def _boundary_states(c: Call, plan: DevicePlan, end: bool) -> tuple[Tensor, Tens
     chunks, device = plan.rows.shape[0], c.v.device
     decay = torch.empty(chunks, c.heads, c.blocks.K, dtype=torch.float32, device=device)
     strong = torch.zeros(chunks, c.heads, c.blocks.flags, dtype=torch.int32, device=device)
-    increment = _increments(c, plan.rows, decay, strong)
+    increment, _, _ = _increments(c, plan.rows, decay, strong)
     boundary, final = _scan(c, plan.begin, plan.chunks, increment, decay, c.initial, False, end)
     return boundary, final, decay, strong
 
@@ -271,7 +302,7 @@ def _mix_kind(
     do: Tensor | None = None,
 ) -> None:  # fmt: skip
     b = c.blocks
-    shape = b.shape(64, 128) | dict(
+    shape = b.shape("mix") | dict(
         BACKWARD=do is not None, XDIV=kind.x_div, YDIV=kind.y_div if do is None else kind.o_div, READ=kind.read,
         WRITE=kind.write, ADD=add, LAST=last, LEVELS=b.levels,
     )  # fmt: skip
@@ -279,7 +310,7 @@ def _mix_kind(
     grid = (c.heads, kind.num_chunks, triton.cdiv(b.V, shape["BV"]))
     gla_mix_kernel[grid](*tensors, c.heads, kind.first_chunk, c.scale, **shape)
     gla_mix_strong_kernel[_shares(c, kind)](
-        *tensors, c.heads, kind.first_chunk, kind.num_chunks, c.scale, **{**shape, "BK": min(32, shape["BK"])}
+        *tensors, c.heads, kind.first_chunk, kind.num_chunks, c.scale, **shape | dict(num_stages=1)
     )
 
 
@@ -288,8 +319,7 @@ def _shares(c: Call, kind: Kind) -> tuple[int]:
     return (min(264, max(1, c.heads * kind.num_chunks)),)
 
 
-@torch.library.custom_op("posttrain::sse_gla_forward", mutates_args=())
-def sse_gla_forward(
+def _forward(
     q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
     v2: Optional[Tensor], weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Optional[Tensor],
     num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
@@ -307,6 +337,9 @@ def sse_gla_forward(
     return o, final, kept, decay, strong, plan.rows, plan.begin, plan.chunks
 
 
+sse_gla_forward = torch.library.custom_op("posttrain::sse_gla_forward", _forward, mutates_args=())
+
+
 @sse_gla_forward.register_fake
 def _(
     q1, k1, g1, q2, k2, g2, v, v2, weight, index, cu_seqlens, initial,
@@ -316,12 +349,11 @@ def _(
     heads, key_dim, value_dim = v.shape[1], q2.shape[-1], v.shape[-1]
     chunks = sum(plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None))
     blocks = Blocks.of(q2, g2, v, chunk_size)
-    state = torch.bfloat16 if blocks.HALF else torch.float32
     streams = (sequences, 1 + num_partitions)
     return (
         v.new_empty(v.shape),
         v.new_empty((*streams, heads, key_dim, value_dim) if output_final_state else (0,), dtype=torch.float32),
-        v.new_empty((chunks, heads, key_dim, value_dim) if keep_states else (0,), dtype=state),
+        v.new_empty((chunks, heads, key_dim, value_dim) if keep_states else (0,), dtype=blocks.state_dtype),
         v.new_empty((chunks, heads, key_dim), dtype=torch.float32),
         v.new_empty((chunks, heads, blocks.flags), dtype=torch.int32),
         v.new_empty((chunks, chunk_size), dtype=torch.int32),
@@ -330,8 +362,7 @@ def _(
     )
 
 
-@torch.library.custom_op("posttrain::sse_gla_backward", mutates_args=())
-def sse_gla_backward(
+def _gradients(
     do: Tensor, dfinal: Optional[Tensor],
     q1: Optional[Tensor], k1: Optional[Tensor], g1: Optional[Tensor], q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
     v2: Optional[Tensor], weight: Tensor, index: Tensor, initial: Optional[Tensor],
@@ -344,13 +375,13 @@ def sse_gla_backward(
     if boundary.numel() == 0:
         plan = DevicePlan(rows=plan_rows, begin=begin, chunks=chunks, shared_chunks=0, routed_chunks=0)
         boundary, *_ = _boundary_states(c, plan, False)
-    increment = _increments(c, plan_rows, decay, strong, do)
+    increment, dscores, own = _increments(c, plan_rows, decay, strong, do)
     dend, dinitial = _scan(
         c, begin, chunks, increment, decay, None if dfinal is None else dfinal.contiguous(), True, initial is not None
     )
     del increment
     dv, dv2 = _value_gradients(c, plan_rows, dend, strong, do, v2)
-    found = [_row_gradients(c, kind, plan_rows, boundary, dend, decay, strong, do) for kind in c.kinds]
+    found = [_row_gradients(c, kind, plan_rows, boundary, dend, decay, dscores, own, strong, do) for kind in c.kinds]
     dq1, dk1, dg1 = found[0][:3] if len(found) > 1 else (v.new_empty(0) for _ in range(3))
     kind, routes = c.kinds[-1], index.shape[1]
     dq2, dk2, dg2 = (_sum_routes(a, routes, kind.x_div) for a in found[-1][:3])
@@ -371,11 +402,20 @@ def _value_gradients(c: Call, rows: Tensor, dend: Tensor, strong: Tensor, do: Te
 
 
 def _row_gradients(
-    c: Call, kind: Kind, rows: Tensor, boundary: Tensor, dend: Tensor, decay: Tensor, strong: Tensor, do: Tensor
+    c: Call,
+    kind: Kind,
+    rows: Tensor,
+    boundary: Tensor,
+    dend: Tensor,
+    decay: Tensor,
+    dscores: Tensor,
+    own: Tensor,
+    strong: Tensor,
+    do: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dg [rows, H, K], dweight [rows] fp32 (zero without a gate)."""
     b = c.blocks
-    shape = b.shape(64, 64) | dict(
+    shape = b.shape("gradient") | dict(
         XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, READ=kind.read, WRITE=kind.write, LEVELS=b.levels
     )
     blocks = triton.cdiv(b.K, shape["BK"])
@@ -383,11 +423,12 @@ def _row_gradients(
     dq, dk, dg = (torch.empty((kind.num_rows, *a.shape[1:]), dtype=a.dtype, device=a.device) for a in (kind.q, kind.k, kind.g))
     dweight = torch.empty((blocks, kind.num_rows, c.heads) if gated else (0,), dtype=torch.float32, device=dq.device)
     tensors = (
-        rows, kind.q, kind.k, kind.g, kind.v, do, c.weight, boundary, dend, decay, strong, dq, dk, dg, dweight,
+        rows, kind.q, kind.k, kind.g, kind.v, do, c.weight, boundary, dend, decay, dscores, own, strong,
+        dq, dk, dg, dweight,
         kind.num_rows, c.heads, kind.first_chunk,
     )  # fmt: skip
     gla_gradient_kernel[(c.heads, kind.num_chunks, blocks)](*tensors, c.scale, **shape)
-    gla_gradient_strong_kernel[_shares(c, kind)](*tensors, kind.num_chunks, c.scale, **shape)
+    gla_gradient_strong_kernel[_shares(c, kind)](*tensors, kind.num_chunks, c.scale, **shape, num_stages=1)
     return dq, dk, dg, dweight.sum((0, 2)) if gated else dweight.new_zeros(kind.num_rows)
 
 
@@ -395,6 +436,9 @@ def _sum_routes(rows: Tensor, routes: int, div: int) -> Tensor:
     """[T*R, H, D] -> [T, 1|R, H, D]: summed over the routes where they share a source row."""
     rows = rows.view(-1, routes, *rows.shape[1:])
     return rows if div == 1 else rows.sum(1, keepdim=True)
+
+
+sse_gla_backward = torch.library.custom_op("posttrain::sse_gla_backward", _gradients, mutates_args=())
 
 
 @sse_gla_backward.register_fake
@@ -419,25 +463,34 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.output_final_state = options[4]
 
 
-def _backward(ctx, do, dfinal, *_):
+def _backward(run: Callable, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
+    """Gradients of the forward's 18 inputs, by `run`: `_gradients` or its operator."""
     if do is None and dfinal is None:
         return (None,) * 18
-    saved = ctx.saved_tensors
-    v = saved[6]
-    do = torch.zeros_like(v) if do is None else do
+    q1, v2, initial = ctx.saved_tensors[0], ctx.saved_tensors[7], ctx.saved_tensors[10]
+    do = torch.zeros_like(ctx.saved_tensors[6]) if do is None else do
     dfinal = dfinal if ctx.output_final_state else None
-    dq1, dk1, dg1, dq2, dk2, dg2, dv, dv2, dweight, dinitial = torch.ops.posttrain.sse_gla_backward(
-        do, dfinal, *saved, *ctx.options
-    )
-    q1, v2, initial = saved[0], saved[7], saved[10]
+    *found, dv2, dweight, dinitial = run(do, dfinal, *ctx.saved_tensors, *ctx.options)
     if q1 is None:
-        dq1 = dk1 = dg1 = None
-    if initial is not None:
-        dinitial = dinitial.to(initial.dtype)
+        found[:3] = (None,) * 3
     dv2 = None if v2 is None else dv2
-    return (
-        dq1, dk1, dg1, dq2, dk2, dg2, dv, dv2, dweight, None, None, None if initial is None else dinitial, *(None,) * 6
-    )  # fmt: skip
+    dinitial = None if initial is None else dinitial.to(initial.dtype)
+    return *found, dv2, dweight, None, None, dinitial, *(None,) * 6
 
 
-sse_gla_forward.register_autograd(_backward, setup_context=_setup_context)
+class _EagerGLA(torch.autograd.Function):
+    """The operator without its dispatch."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, do, dfinal, *_):
+        return _backward(_gradients, ctx, do, dfinal)
+
+
+def _operator_backward(ctx, do, dfinal, *_):
+    return _backward(torch.ops.posttrain.sse_gla_backward, ctx, do, dfinal)
+
+
+sse_gla_forward.register_autograd(_operator_backward, setup_context=_setup_context)

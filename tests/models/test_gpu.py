@@ -81,4 +81,4 @@ def test_long_sequences_have_attention_of_their_own(monkeypatch):
         grads.append([y.detach().float().cpu(), dx.float().cpu()])
     for found, want in zip(grads[1], grads[0], strict=True):
         for a, b in zip(found.split(lengths), want.split(lengths), strict=True):
-            assert (a - b).norm() / b.norm() < 2e-2
+            assert (a - b).norm() / b.norm() < 4e-2
