@@ -241,7 +241,7 @@ def _triton_serves(x: Inputs) -> bool:
     """Whether an unasked call goes to Triton; imported here because Triton is absent from some platforms."""
     if not x.v.is_cuda or x.v.shape[0] == 0 or find_spec("triton") is None:
         return False
-    from posttrain.kernels.sse.triton_ops import unsupported
+    from posttrain.kernels.sse.triton_launch import unsupported
 
     return unsupported(x) is None
 
@@ -249,7 +249,7 @@ def _triton_serves(x: Inputs) -> bool:
 def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:
     if find_spec("triton") is None:
         raise ValueError("backend='triton' was asked for, but the package triton is not installed")
-    from posttrain.kernels.sse.triton_ops import run_triton, unsupported
+    from posttrain.kernels.sse.triton_launch import unsupported
 
     if reason := unsupported(x):
         raise ValueError(f"backend='triton' cannot run this call: {reason}; use backend='torch' or None")
@@ -257,4 +257,6 @@ def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple
         from posttrain.kernels.sse.triton_gdn_ops import run_triton_gdn
 
         return run_triton_gdn(x, output_final_state=output_final_state, keep_states=keep_states)
-    return run_triton(x, output_final_state=output_final_state, keep_states=keep_states)
+    from posttrain.kernels.sse.triton_gla_ops import run_triton_gla
+
+    return run_triton_gla(x, output_final_state=output_final_state, keep_states=keep_states)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_gla import chunk_rows, dot, load_rows, read_factor, state_offsets, store_rows, write_factor
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, load_rows, state_offsets, store_rows
 
 
 @triton.jit
@@ -70,6 +70,15 @@ def operand(a, HALF: tl.constexpr):
 def turned(a, HALF: tl.constexpr):
     """a transposed, for a product; a must be loaded, not an accumulator."""
     return tl.trans(operand(a, HALF))
+
+
+@triton.jit
+def row_factors(weight, row, valid, factor, GATED: tl.constexpr):
+    """factor, times the router's weight of each row where GATED, [BC]."""
+    factors = tl.zeros([row.shape[0]], dtype=tl.float32) + factor
+    if GATED:
+        factors *= tl.load(weight + row, mask=valid, other=0.0)
+    return factors
 
 
 @triton.jit
@@ -185,7 +194,7 @@ def gdn_prepare_kernel(
     for k0 in range(0, K, BK):
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
         store_tile(w, dot(keys, kv, HALF), chunk, head, heads, C, K, k0, BC, BK)
-    values = solved * (strength * write_factor(weight, row, valid, WRITE))[None, :]
+    values = solved * (strength * row_factors(weight, row, valid, 1.0, WRITE))[None, :]
     for v0 in range(0, V, BV):
         vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV)
         store_tile(u, dot(values, vv, HALF), chunk, head, heads, C, V, v0, BC, BV)
@@ -274,7 +283,7 @@ def gdn_output_kernel(
         result += dot(qv, state, HALF)
     uv = load_tile(u, chunk, head, heads, C, V, v0, BC, BV)
     result = result * tl.exp(high + low)[:, None] + dot(scores * decays(high, low, False, BC), uv, HALF)
-    result *= read_factor(weight, row, valid, scale, READ)[:, None]
+    result *= row_factors(weight, row, valid, scale, READ)[:, None]
     if ADD:
         result += load_rows(part, row, valid, head, heads, V, v0, BV)
     if LAST:

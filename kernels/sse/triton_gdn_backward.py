@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, load_rows, state_offsets, store_rows
 from posttrain.kernels.sse.triton_gdn import (
     decays,
     load_scalars,
@@ -12,10 +13,10 @@ from posttrain.kernels.sse.triton_gdn import (
     load_total,
     load_transposed,
     operand,
+    row_factors,
     store_tile,
     turned,
 )
-from posttrain.kernels.sse.triton_gla import chunk_rows, dot, load_rows, read_factor, state_offsets, store_rows, write_factor
 
 
 @triton.jit(do_not_specialize=["first_chunk"])
@@ -41,13 +42,13 @@ def gdn_adjoint_kernel(
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
         answer += dot(kv, tl.load(boundary + where, mask=mask, other=0.0), HALF)
     strength = load_scalars(b, row // BDIV, valid, head, heads)
-    vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV) * write_factor(weight, row, valid, WRITE)[:, None]
+    vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV) * row_factors(weight, row, valid, 1.0, WRITE)[:, None]
     right = (vv - answer * tl.exp(high + low)[:, None]) * strength[:, None]
     solved = load_tile(inverse, chunk, head, heads, C, C, 0, BC, BC)
     store_tile(u, dot(solved, right, HALF), chunk, head, heads, C, V, v0, BC, BV)
     solved_t = load_transposed(inverse, chunk, head, heads, C, BC)
     dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
-    read = read_factor(weight, row, valid, scale, READ)
+    read = row_factors(weight, row, valid, scale, READ)
     du = dot(scores_t * decays(high, low, True, BC) * read[None, :], dov, HALF)
     store_tile(z, dot(solved_t, du, HALF), chunk, head, heads, C, V, v0, BC, BV)
     if v0 == 0:
@@ -75,7 +76,7 @@ def _walk_back(
         qv = load_rows(q, row // QDIV, valid, head, heads, K, 0, KW)
         kv = load_rows(k, row // KDIV, valid, head, heads, K, 0, KW)
         dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
-        dov *= (from_start * read_factor(weight, row, valid, scale, READ))[:, None]
+        dov *= (from_start * row_factors(weight, row, valid, scale, READ))[:, None]
         rv = load_tile(r, chunk, head, heads, C, K, 0, BC, KW)
         zv = load_tile(z, chunk, head, heads, C, V, v0, BC, BV) + dot(rv, dstate, HALF)
         store_tile(z, zv, chunk, head, heads, C, V, v0, BC, BV)
@@ -171,7 +172,7 @@ def gdn_gradient_kernel(
     row = chunk_rows(rows, chunk, C, BC)
     valid = row >= 0
     strength = load_scalars(b, row // BDIV, valid, head, heads)
-    write, read = write_factor(weight, row, valid, WRITE), read_factor(weight, row, valid, scale, READ)
+    write, read = row_factors(weight, row, valid, 1.0, WRITE), row_factors(weight, row, valid, scale, READ)
     high, low, end_high, end_low = load_total(total, chunk, head, heads, C, BC)
     from_start, to_end = tl.exp(high + low), tl.exp((end_high - high) + (end_low - low))
     scores, scores_t, system, system_t, written = _within_chunk(
@@ -225,17 +226,3 @@ def gdn_gradient_kernel(
         if WRITE:
             sent += written * strength
         tl.store(dweight + where, sent, mask=valid)
-
-
-@triton.jit(do_not_specialize=["count"])
-def sum_kernel(x, other, y, inner, count, N: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
-    """y [A, B] = sum over the middle of x [A, N, B], in order (+ other [A, B]); B = inner, count = A * B."""
-    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = item < count
-    first = item // inner * inner * N + item % inner
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for n in range(N):
-        total += tl.load(x + first + n * inner, mask=mask, other=0.0).to(tl.float32)
-    if OTHER:
-        total += tl.load(other + item, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + item, total.to(y.dtype.element_ty), mask=mask)

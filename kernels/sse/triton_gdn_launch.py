@@ -13,9 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
-from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel, sum_kernel
-from posttrain.kernels.sse.triton_ops import interpreted
+from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
+from posttrain.kernels.sse.triton_launch import interpreted
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
 
@@ -184,20 +185,6 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
     return total, inverse, boundary, u, final
 
 
-def _sum(x: Tensor, lead: int, terms: int, inner: int, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
-    """x seen as [lead, terms, inner], summed over the terms in order (+ other), -> [lead * inner] in dtype.
-
-    PyTorch's own sums choose their order by the sizes of all dimensions, which would let a sequence's numbers depend on T.
-    """
-    if terms == 1 and other is None:
-        return x.flatten().to(dtype)
-    y = torch.empty(lead * inner, dtype=dtype, device=x.device)
-    sum_kernel[(triton.cdiv(y.numel(), 1024),)](
-        x, x if other is None else other, y, inner, y.numel(), N=terms, OTHER=other is not None, BLOCK=1024
-    )
-    return y
-
-
 class TokenSum:
     """Where the rows of a token add up, [T, H, width]: launches leave theirs as `target` says, `finish` gives the sum."""
 
@@ -219,7 +206,7 @@ class TokenSum:
         if self.rows is None:
             return self.total
         tokens, heads, width = self.shape
-        return _sum(self.rows, tokens, self.routes, heads * width, self.dtype, self.part).view(self.shape)
+        return sum_terms(self.rows, tokens, self.routes, heads * width, self.dtype, self.part).view(self.shape)
 
 
 def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tensor) -> Tensor:
@@ -295,13 +282,13 @@ def gradients(
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
             READ=kind.read, WRITE=kind.write, **flags, **shape,
         )  # fmt: skip
-        grads["g"], grads["b"] = (_sum(a, 1, blocks, rows * c.heads, torch.float32) for a in (dg, db))
+        grads["g"], grads["b"] = (sum_terms(a, 1, blocks, rows * c.heads, torch.float32) for a in (dg, db))
         if gated:
-            dweight = _sum(_sum(sent, 1, blocks, rows * c.heads, torch.float32), rows, c.heads, 1, torch.float32)
+            dweight = sum_terms(sum_terms(sent, 1, blocks, rows * c.heads, torch.float32), rows, c.heads, 1, torch.float32)
         found.append({name: _over_routes(a, getattr(kind, name), getattr(kind, f"{name}_div")) for name, a in grads.items()})
     return found, None if dv is None else dv.finish(), dweight
 
 
 def _over_routes(rows: Tensor, source: Tensor, div: int) -> Tensor:
     """Gradient of a source row from those of its `div` rows, in the source's shape and dtype."""
-    return _sum(rows, source.shape[0], div, source[:1].numel(), source.dtype).view(source.shape)
+    return sum_terms(rows, source.shape[0], div, source[:1].numel(), source.dtype).view(source.shape)

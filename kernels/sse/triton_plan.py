@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.kernels.sse.triton_launch import Launch
+
 # Tokens a program of the sort looks at; its one-hot matrix is [BLOCK, N].
 BLOCK = 256
 
@@ -55,16 +57,12 @@ def build_device_plan(index: Tensor, cu_seqlens: Tensor, *, num_partitions: int,
     counts = torch.empty(tiles, num_partitions, dtype=torch.int32, device=device)
     before = torch.empty(sequences + 1, num_partitions, dtype=torch.int32, device=device)
     sizes = dict(R=routes, N=num_partitions, BLOCK=BLOCK, WIDTH=width)
-    _count_kernel[(tiles,)](index, counts, tokens, **sizes)
-    _before_kernel[(sequences + 1,)](index, counts, cu_seqlens, before, tokens, **sizes)
-    _offset_kernel[(1,)](
-        cu_seqlens, before, begin, chunks, sequences, shared_chunks,
-        N=num_partitions, C=chunk_size, SHARED=shared, STREAMS=1024,
-    )  # fmt: skip
-    _place_kernel[(tiles,)](
-        index, counts, cu_seqlens, before, begin, rows, tokens, sequences,
-        C=chunk_size, SHARED=shared, STEPS=max(1, sequences.bit_length()), **sizes,
-    )  # fmt: skip
+    grid_of = dict(N=num_partitions, C=chunk_size, SHARED=shared)
+    _count((tiles,), (index, counts), (tokens,), sizes)
+    _before((sequences + 1,), (index, counts, cu_seqlens, before), (tokens,), sizes)
+    _offset((1,), (cu_seqlens, before, begin, chunks), (sequences, shared_chunks), grid_of | dict(STREAMS=1024))
+    steps = max(1, sequences.bit_length())
+    _place((tiles,), (index, counts, cu_seqlens, before, begin, rows), (tokens, sequences), grid_of | sizes | dict(STEPS=steps))
     return DevicePlan(rows=rows, begin=begin, chunks=chunks, shared_chunks=shared_chunks, routed_chunks=routed_chunks)
 
 
@@ -91,7 +89,7 @@ def _counts_before(counts, tile, N: tl.constexpr, WIDTH: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(index, counts, tokens, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     tile = tl.program_id(0)
     token = tile * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +98,7 @@ def _count_kernel(index, counts, tokens, R: tl.constexpr, N: tl.constexpr, BLOCK
     tl.store(counts + tile * N + partition, tl.sum(found, 0), mask=partition < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _before_kernel(
     index, counts, cu_seqlens, before, tokens, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -115,7 +113,7 @@ def _before_kernel(
     tl.store(before + s * N + partition, total, mask=partition < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "shared_chunks"])
 def _offset_kernel(
     cu_seqlens, before, begin, chunks, sequences, shared_chunks,
     N: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, STREAMS: tl.constexpr,
@@ -144,7 +142,7 @@ def _offset_kernel(
         carry += tl.sum(needed, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "sequences"])
 def _place_kernel(
     index, counts, cu_seqlens, before, begin, rows, tokens, sequences,
     C: tl.constexpr, SHARED: tl.constexpr, STEPS: tl.constexpr,
@@ -175,3 +173,6 @@ def _place_kernel(
         position = own - tl.load(before + low * N + chosen, mask=inside, other=0)
         chunk = tl.load(begin + low * (1 + N) + 1 + chosen, mask=inside, other=0) + position // C
         tl.store(rows + chunk.to(tl.int64) * C + position % C, token * R + r, mask=inside)
+
+
+_count, _before, _offset, _place = (Launch(k) for k in (_count_kernel, _before_kernel, _offset_kernel, _place_kernel))

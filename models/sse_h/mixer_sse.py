@@ -227,7 +227,7 @@ class SSEMixer(SSEMixerBase):
         shared = (q1, k1, g1) if self.shared_partition else (None, None, None)
         if "state" in common:
             return sse_extend(*shared, q2, k2, g2, v, weight, index, **common)
-        return sse(*shared, q2, k2, g2, v, weight, index, chunk_size=self.chunk_size, **common)[0]
+        return sse(*shared, q2, k2, g2, v, weight, index, chunk_size=self.chunk_size, output_final_state=False, **common)[0]
 
 
 class SSEGDNMixer(SSEMixerBase):
@@ -261,7 +261,9 @@ class SSEGDNMixer(SSEMixerBase):
         shared = (q1, k1, g1, b1) if self.shared_partition else (None, None, None, None)
         if "state" in common:
             return sse_gdn_extend(*shared, q2, k2, g2, b2, v, weight, index, **common)
-        return sse_gdn(*shared, q2, k2, g2, b2, v, weight, index, chunk_size=self.chunk_size, **common)[0]
+        return sse_gdn(*shared, q2, k2, g2, b2, v, weight, index, chunk_size=self.chunk_size, output_final_state=False, **common)[
+            0
+        ]
 
     def init_gates(self, init: Any) -> None:
         """Mamba-2's ranges: A in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]. `init` is transformers' module, which

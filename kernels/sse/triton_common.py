@@ -1,0 +1,148 @@
+"""What the Triton kernels share: products, sums of decays, and rows gathered by index.
+
+HALF: products take bf16 operands, else fp32 emulated by tf32. Sums of decays are products with 0/1 matrices, so that differences
+of accumulated decays are never formed. Nothing here reads bf16 without widening it first: the interpreter computes wrongly in it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def exp(x):
+    """One instruction and a product; `tl.exp` also takes care of results below fp32's smallest normal number."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, HALF: tl.constexpr):
+    if HALF:
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def rounded(a, HALF: tl.constexpr):
+    """a as a product sees it, in fp32."""
+    if HALF:
+        return a.to(tl.bfloat16).to(tl.float32)
+    else:
+        return a
+
+
+@triton.jit
+def row_sums(which, a, HALF: tl.constexpr, LOW: tl.constexpr):
+    """which [M, BC] of -1, 0, 1, times a [BC, BK] fp32, exact to at least 16 bits of each element of a."""
+    if HALF:
+        mask = which.to(tl.bfloat16)
+        high = a.to(tl.bfloat16)
+        total = tl.dot(mask, high)
+        if LOW:
+            total += tl.dot(mask, (a - high.to(tl.float32)).to(tl.bfloat16))
+        return total
+    else:
+        return tl.dot(which.to(tl.float32), a, input_precision="tf32x3")
+
+
+@triton.jit
+def column_sums(a, which, HALF: tl.constexpr, LOW: tl.constexpr):
+    """a [BK, BC] times which [BC, M]: `row_sums` for transposed rows."""
+    if HALF:
+        mask = which.to(tl.bfloat16)
+        high = a.to(tl.bfloat16)
+        total = tl.dot(high, mask)
+        if LOW:
+            total += tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), mask)
+        return total
+    else:
+        return tl.dot(a, which.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def load_rows(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr):
+    """Rows [BC, BD] of a [rows, H, D] tensor from column `offset` on, in fp32, zero where there is none."""
+    column = offset + tl.arange(0, BD)
+    where = (source.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
+    return tl.load(ptr + where, mask=valid[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rows_transposed(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr):
+    """As `load_rows`, [BD, BC]."""
+    column = offset + tl.arange(0, BD)
+    where = (source.to(tl.int64) * heads + head)[None, :] * D + column[:, None]
+    return tl.load(ptr + where, mask=valid[None, :] & (column < D)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(ptr, value, row, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr):
+    column = offset + tl.arange(0, BD)
+    where = (row.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
+    tl.store(ptr + where, value.to(ptr.dtype.element_ty), mask=valid[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def state_offsets(chunk, head, heads, K: tl.constexpr, V: tl.constexpr, k0, v0, BK: tl.constexpr, BV: tl.constexpr):
+    """Offsets and mask of block (k0, v0) of a chunk's [K, V] matrix in [NC, H, K, V]."""
+    k, v = k0 + tl.arange(0, BK), v0 + tl.arange(0, BV)
+    base = (chunk.to(tl.int64) * heads + head) * K * V
+    return base + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+
+
+@triton.jit
+def score_offsets(chunk, head, heads, C: tl.constexpr, BC: tl.constexpr):
+    """Offsets and mask of a chunk's [C, C] matrix in [NC, H, C, C]."""
+    i = tl.arange(0, BC)
+    where = (chunk.to(tl.int64) * heads + head) * C * C + i[:, None] * C + i[None, :]
+    return where, (i < C)[:, None] & (i < C)[None, :]
+
+
+@triton.jit
+def chunk_rows(rows, chunk, C: tl.constexpr, BC: tl.constexpr):
+    position = tl.arange(0, BC)
+    return tl.load(rows + chunk.to(tl.int64) * C + position, mask=position < C, other=-1)
+
+
+@triton.jit
+def is_empty(rows, chunk, C: tl.constexpr):
+    return tl.load(rows + chunk.to(tl.int64) * C) < 0
+
+
+@triton.jit
+def row_factor(weight, row, valid, factor, gated):
+    """factor, times the router's weight of each row where gated is not zero."""
+    return factor * tl.load(weight + row, mask=valid & (gated != 0), other=1.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_kernel(x, other, y, inner, count, N: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
+    """y [A, B] = sum over the middle of x [A, N, B], in order (+ other [A, B]); B = inner, count = A * B."""
+    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = item < count
+    first = item // inner * inner * N + item % inner
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for n in range(N):
+        total += tl.load(x + first + n * inner, mask=mask, other=0.0).to(tl.float32)
+    if OTHER:
+        total += tl.load(other + item, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + item, total.to(y.dtype.element_ty), mask=mask)
+
+
+def sum_terms(x: Tensor, lead: int, terms: int, inner: int, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+    """x seen as [lead, terms, inner], summed over the terms in order (+ other), -> [lead * inner] in dtype.
+
+    PyTorch's own sums choose their order by the sizes of all dimensions, which would let a sequence's numbers depend on T.
+    """
+    if terms == 1 and other is None:
+        return x.flatten().to(dtype)
+    y = torch.empty(lead * inner, dtype=dtype, device=x.device)
+    if y.numel():
+        sum_kernel[(triton.cdiv(y.numel(), 1024),)](
+            x, x if other is None else other, y, inner, y.numel(), N=terms, OTHER=other is not None, BLOCK=1024
+        )
+    return y

@@ -1,0 +1,169 @@
+"""The backward pass of `triton_gla.py`: gradients of queries, keys and decays. That of the values is its mix kernel's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from posttrain.kernels.sse.triton_common import (
+    chunk_rows,
+    dot,
+    exp,
+    is_empty,
+    load_rows,
+    rounded,
+    row_factor,
+    row_sums,
+    score_offsets,
+    state_offsets,
+    store_rows,
+)
+from posttrain.kernels.sse.triton_gla import any_strong, from_middle, halves, is_strong, load_decays, same_pair
+
+
+@triton.jit
+def _gradients_of_chunk(
+    head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, dq, dk, dg, dweight,
+    num_rows, heads, read_gate, write_gate, scale, STRONG: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of a chunk in key columns [k0, k0 + BK): the side of the queries first, then the side of the keys, which reads
+    its rows again, because registers are what a program is short of."""
+    row = chunk_rows(rows, chunk, C, BC)
+    valid = row >= 0
+    source = row // XDIV
+    i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    read, write = row_factor(weight, row, valid, scale, read_gate), row_factor(weight, row, valid, 1.0, write_gate)
+
+    where, mask = score_offsets(chunk, head, heads, C, BC)
+    scores = tl.load(dscores + where, mask=mask, other=0.0)
+    # A row's product with itself knows no decay: it is added after dg was made, where it would only leave rounding.
+    position = tl.arange(0, BC)
+    itself = tl.load(own + (chunk.to(tl.int64) * heads + head) * C + position, mask=position < C, other=0.0)
+    gv = load_rows(g, source, valid, head, heads, K, k0, BK)
+    kr = load_rows(k, source, valid, head, heads, K, k0, BK)
+    qr = load_rows(q, source, valid, head, heads, K, k0, BK)
+    dqv = tl.zeros([BC, BK], dtype=tl.float32)
+    kept = tl.zeros([BK], dtype=tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        state = tl.load(boundary + where, mask=mask, other=0.0)
+        dqv += dot(dov, tl.trans(state), HALF)
+        kept += tl.sum(state.to(tl.float32) * tl.load(dboundary + where, mask=mask, other=0.0).to(tl.float32), 1)
+    qv, kv = qr * read[:, None], kr * write[:, None]
+    if STRONG:
+        dqv *= exp(row_sums((j <= i).to(tl.float32), gv, HALF, GLOW))
+        flow = qv * dqv
+        for level in range(LEVELS):
+            second, factor = halves(gv, level, HALF, GLOW, BC)
+            lower = tl.where(second, 0.0, kv * factor)
+            sent = tl.where(second, dot(tl.where(same_pair(level, BC), scores, 0.0), lower, HALF), 0.0)
+            dqv += sent * factor
+            flow += rounded(qv * factor, HALF) * sent
+    else:
+        relative = from_middle(gv, HALF, GLOW, BC)
+        growth = exp(relative)
+        sent = dot(scores, kv * exp(-relative), HALF)
+        to_middle, _ = load_decays(decay, chunk, head, heads, K, k0, BK)
+        dqv *= growth * exp(to_middle)[None, :]
+        # The rounded factors of both sides' products: what one row sends and another receives cancels exactly in dg.
+        flow = qv * dqv + rounded(qv * growth, HALF) * sent
+        dqv += sent * growth
+    dqv += itself[:, None] * kv
+    store_rows(dq, dqv * read[:, None], row, valid, head, heads, K, k0, BK)
+    of_weight = tl.zeros([BC], dtype=tl.float32)
+    if read_gate != 0:
+        of_weight += tl.sum(qr * dqv, 1) * scale
+
+    where, mask = score_offsets(chunk, head, heads, C, BC)
+    scores = tl.load(dscores + tl.trans(where), mask=mask, other=0.0)
+    gv = load_rows(g, source, valid, head, heads, K, k0, BK)
+    qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
+    kr = load_rows(k, source, valid, head, heads, K, k0, BK)
+    kv = kr * write[:, None]
+    dkv = tl.zeros([BC, BK], dtype=tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        yv = load_rows(v, row // YDIV, valid, head, heads, V, v0, BV)
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        dkv += dot(yv, tl.trans(tl.load(dboundary + where, mask=mask, other=0.0)), HALF)
+    if STRONG:
+        dkv *= exp(row_sums((j > i).to(tl.float32), gv, HALF, GLOW))
+        to_state = kv * dkv
+        for level in range(LEVELS):
+            second, factor = halves(gv, level, HALF, GLOW, BC)
+            upper = tl.where(second, qv * factor, 0.0)
+            sent = tl.where(second, 0.0, dot(tl.where(same_pair(level, BC), scores, 0.0), upper, HALF))
+            dkv += sent * factor
+            flow -= rounded(kv * factor, HALF) * sent
+    else:
+        relative = from_middle(gv, HALF, GLOW, BC)
+        shrink = exp(-relative)
+        sent = dot(scores, qv * exp(relative), HALF)
+        to_middle, total = load_decays(decay, chunk, head, heads, K, k0, BK)
+        dkv *= shrink * exp(total - to_middle)[None, :]
+        to_state = kv * dkv
+        flow -= rounded(kv * shrink, HALF) * sent
+        dkv += sent * shrink
+    dkv += itself[:, None] * qv
+    store_rows(dk, dkv * write[:, None], row, valid, head, heads, K, k0, BK)
+    if write_gate != 0:
+        of_weight += tl.sum(kr * dkv, 1)
+    if (read_gate + write_gate) != 0:
+        where_weight = ((k0 // BK) * num_rows + row).to(tl.int64) * heads + head
+        tl.store(dweight + where_weight, of_weight, mask=valid)
+    kept *= exp(load_decays(decay, chunk, head, heads, K, k0, BK)[1])
+    if STRONG:
+        dgv = row_sums((j >= i).to(tl.float32), flow, HALF, True) + row_sums((j < i).to(tl.float32), to_state, HALF, True)
+    else:
+        dgv = row_sums((j >= i).to(tl.float32), flow - to_state, HALF, True)
+        kept += tl.sum(to_state, 0)
+    dgv += kept[None, :]
+    store_rows(dg, dgv, row, valid, head, heads, K, k0, BK)
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads", "first_chunk", "read_gate", "write_gate"])
+def gla_gradient_kernel(
+    rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, strong, dq, dk, dg, dweight,
+    num_rows, heads, first_chunk, read_gate, write_gate, scale,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr,
+    FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg [rows, H, K]; dweight [K blocks, rows, H] where a gate is on. Grid (chunks * H, K blocks)."""
+    head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
+    if is_empty(rows, chunk, C):
+        return
+    if is_strong(strong, chunk, head, heads, FLAGS):
+        return
+    _gradients_of_chunk(
+        head, chunk, tl.program_id(1) * BK, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own,
+        dq, dk, dg, dweight, num_rows, heads, read_gate, write_gate, scale,
+        False, K, V, C, XDIV, YDIV, ODIV, HALF, GLOW, BC, BK, BV, LEVELS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads", "first_chunk", "num_chunks", "read_gate", "write_gate"])
+def gla_gradient_strong_kernel(
+    rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, strong, dq, dk, dg, dweight,
+    num_rows, heads, first_chunk, num_chunks, read_gate, write_gate, scale,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr,
+    FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """`gla_gradient_kernel` for the chunks of strong decay. Grid (programs), which share the chunks and heads out."""
+    share = tl.cdiv(num_chunks * heads, tl.num_programs(0))
+    begin = first_chunk * heads + tl.program_id(0) * share
+    end = tl.minimum(begin + share, (first_chunk + num_chunks) * heads)
+    if any_strong(strong, begin, end, FLAGS):
+        for item in range(begin, end):
+            head, chunk = item % heads, item // heads
+            if is_strong(strong, chunk, head, heads, FLAGS):
+                for k0 in range(0, K, BK):
+                    _gradients_of_chunk(
+                        head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own,
+                        dq, dk, dg, dweight, num_rows, heads, read_gate, write_gate, scale, True,
+                        K, V, C, XDIV, YDIV, ODIV, HALF, GLOW, BC, BK, BV, LEVELS,
+                    )  # fmt: skip

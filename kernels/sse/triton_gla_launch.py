@@ -1,0 +1,306 @@
+"""Launches of the GLA kernels, `triton_gla.py` and `triton_gla_backward.py`.
+
+A token has one shared row and R routed rows. With one route, the routed launch adds its output to the shared one's; with more,
+every row has its own fp32 place and the rows of a token are summed in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from posttrain.kernels.sse.triton_common import sum_terms
+from posttrain.kernels.sse.triton_gla import gla_increment_kernel, gla_mix_kernel, gla_mix_strong_kernel, gla_scan_kernel
+from posttrain.kernels.sse.triton_gla_backward import gla_gradient_kernel, gla_gradient_strong_kernel
+from posttrain.kernels.sse.triton_launch import Launch, interpreted
+from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
+
+# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; more
+# warps would only hold copies of them. The increment's and the scan's rows are key channels.
+LAUNCHES: dict[str, tuple[int, int, dict[str, int]]] = {
+    "increment": (128, 128, dict(num_warps=8)),
+    "scan": (8, 128, dict(num_warps=4, STAGES=4)),
+    "mix": (128, 128, dict(num_warps=4)),
+    "mix strong": (64, 128, dict(num_warps=4, num_stages=1)),
+    "gradient": (64, 64, dict(num_warps=4)),
+}
+_INCREMENT, _SCAN = Launch(gla_increment_kernel), Launch(gla_scan_kernel)
+_MIX, _MIX_STRONG = Launch(gla_mix_kernel), Launch(gla_mix_strong_kernel)
+_GRADIENT, _GRADIENT_STRONG = Launch(gla_gradient_kernel), Launch(gla_gradient_strong_kernel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Constants of a call that the kernels share; names as in `triton_gla`."""
+
+    K: int
+    V: int
+    C: int
+    BC: int
+    HALF: bool
+    GLOW: bool
+
+    @classmethod
+    def choose(cls, q: Tensor, g: Tensor, v: Tensor, chunk_size: int) -> Sizes:
+        half = v.dtype == torch.bfloat16 and q.dtype == torch.bfloat16 and not interpreted()
+        size = max(16, triton.next_power_of_2(chunk_size))
+        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=size, HALF=half, GLOW=g.dtype != torch.bfloat16)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of what only products read: states at the chunks' starts, gradients of scores."""
+        return torch.bfloat16 if self.HALF else torch.float32
+
+    @property
+    def flags(self) -> int:
+        return triton.next_power_of_2(triton.cdiv(self.K, self.block(self.K, LAUNCHES["increment"][0])))
+
+    def block(self, size: int, largest: int) -> int:
+        """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long.
+
+        Warp-group products get blocks of 64 bf16 columns at least: with 32, Triton 3.6 and 3.7 let them read past the end of
+        shared memory (triton-lang/triton, issue 11366), seen here as illegal accesses and results that did not repeat.
+        """
+        least = 64 if self.HALF and self.BC >= 64 else 16
+        largest = largest // (1 if self.HALF else 2) // (2 if self.BC > 64 else 1)
+        return max(least, min(largest, triton.next_power_of_2(size)))
+
+    def launch(self, name: str) -> dict[str, Any]:
+        """Constants and options of a kernel's launch; longer chunks take twice the warps, other than in increments."""
+        key_block, value_block, options = LAUNCHES[name]
+        shape = dict(
+            K=self.K, V=self.V, C=self.C, HALF=self.HALF, GLOW=self.GLOW, FLAGS=self.flags, BC=self.BC,
+            BK=self.block(self.K, key_block), BV=self.block(self.V, value_block), **options,
+        )  # fmt: skip
+        if name != "increment" and self.BC > 64:
+            shape["num_warps"] *= 2
+        elif name == "increment" and shape["BK"] * shape["BV"] <= 8192:
+            shape["num_warps"] = 4
+        return shape
+
+    def scan(self) -> dict[str, Any]:
+        """As `launch` for the scan, which has no products: blocks of plain rows."""
+        key_block, value_block, options = LAUNCHES["scan"]
+        return dict(K=self.K, V=self.V, BK=key_block, BV=min(value_block, max(16, triton.next_power_of_2(self.V)))) | options
+
+    @property
+    def levels(self) -> int:
+        return self.BC.bit_length() - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The rows of the shared or of the routed partitions: their tensors and where their chunks are.
+
+    q, k, g [T or T*R, H, K], v [T or T*R, H, V]; x_div, y_div: source row of a row is row // div; o_div: its token.
+    """
+
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    v: Tensor
+    x_div: int
+    y_div: int
+    o_div: int
+    read: bool
+    write: bool
+    first_chunk: int
+    num_chunks: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call's tensors and what follows from them; the routed kind is the last."""
+
+    kinds: list[Kind]
+    weight: Tensor
+    v: Tensor
+    initial: Tensor | None
+    scale: float
+    sizes: Sizes
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def routes(self) -> int:
+        return self.kinds[-1].o_div
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The plan, and what every chunk knows of its decay: log decay to the middle and to the end [NC,H,2,K], and flags of decays
+    too strong for the plain product [NC,H,FLAGS]."""
+
+    plan: DevicePlan
+    decay: Tensor
+    strong: Tensor
+
+
+def make_call(
+    q1, k1, g1, q2, k2, g2, v, v2, weight, index, initial, num_partitions, scale, gate, chunk_size, sequences
+) -> Call:  # fmt: skip
+    """The arguments are the operator's; q2, k2 and g2 have the same number of routes."""
+    tokens, routes = index.shape
+    shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None)
+    v = v.contiguous()
+    values, value_div = (v, routes) if v2 is None else (v2.contiguous().flatten(0, 1), routes // v2.shape[1])
+    kinds = []
+    if q1 is not None:
+        shared = Kind(
+            q=q1.contiguous(), k=k1.contiguous(), g=g1.contiguous(), v=v, x_div=1, y_div=1, o_div=1, read=False, write=False,
+            first_chunk=0, num_chunks=shared_chunks, num_rows=tokens,
+        )  # fmt: skip
+        kinds.append(shared)
+    q2, k2, g2 = (a.contiguous() for a in (q2, k2, g2))
+    routed = Kind(
+        q=q2.flatten(0, 1), k=k2.flatten(0, 1), g=g2.flatten(0, 1), v=values,
+        x_div=routes // q2.shape[1], y_div=value_div, o_div=routes,
+        read=gate in ("both", "read"), write=gate in ("both", "write"),
+        first_chunk=shared_chunks, num_chunks=routed_chunks, num_rows=tokens * routes,
+    )  # fmt: skip
+    return Call(
+        kinds=[*kinds, routed], weight=weight.float().contiguous(), v=v, scale=scale,
+        initial=None if initial is None else initial.contiguous(), sizes=Sizes.choose(q2, g2, v, chunk_size),
+    )  # fmt: skip
+
+
+def start_states(c: Call, plan: DevicePlan, *, end: bool) -> tuple[Tensor, Tensor, Chunks]:
+    """-> states at the chunks' starts [NC,H,K,V], final states (empty unless `end`), and what the chunks know of their decay."""
+    shape, device = (plan.rows.shape[0], c.heads), c.v.device
+    chunks = Chunks(
+        plan=plan,
+        decay=torch.empty(*shape, 2, c.sizes.K, dtype=torch.float32, device=device),
+        strong=torch.zeros(*shape, c.sizes.flags, dtype=torch.int32, device=device),
+    )
+    increment, _, _ = _increments(c, chunks)
+    boundary, final = _scan(c, chunks, increment, c.initial, backward=False, end=end)
+    return boundary, final, chunks
+
+
+def end_gradients(c: Call, chunks: Chunks, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> gradients of the states at the chunks' ends [NC,H,K,V], of the initial states (empty without), and of the scores:
+    below the diagonal [NC,H,C,C] and on it [NC,H,C] fp32."""
+    increment, dscores, own = _increments(c, chunks, do)
+    dend, dinitial = _scan(c, chunks, increment, dfinal, backward=True, end=c.initial is not None)
+    return dend, dinitial, dscores, own
+
+
+def _increments(c: Call, chunks: Chunks, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What every chunk adds to the state, or with `do` to its gradient -> [NC,H,K,V] fp32. Without `do`, fills decay and strong;
+    with it, also returns the gradients of the scores."""
+    s, backward = c.sizes, do is not None
+    shape = (chunks.plan.rows.shape[0], c.heads)
+    increment = torch.empty(*shape, s.K, s.V, dtype=torch.float32, device=c.v.device)
+    dscores = torch.empty((*shape, s.C, s.C) if backward else (0,), dtype=s.stored, device=c.v.device)
+    own = increment.new_empty((*shape, s.C) if backward else (0,))
+    constants = s.launch("increment") | dict(BACKWARD=backward)
+    blocks = triton.cdiv(s.K, constants["BK"]) * triton.cdiv(s.V, constants["BV"])
+    for kind in c.kinds:
+        x, y, y_div = (kind.k, kind.v, kind.y_div) if do is None else (kind.q, do, kind.o_div)
+        tensors = (
+            chunks.plan.rows, x, kind.g, y, kind.v, c.weight, increment, chunks.decay, chunks.strong, dscores, own
+        )  # fmt: skip
+        numbers = (c.heads, kind.first_chunk, int(kind.read if backward else kind.write), c.scale if backward else 1.0)
+        divs = dict(XDIV=kind.x_div, YDIV=y_div, VDIV=kind.y_div)
+        _INCREMENT((kind.num_chunks * c.heads, blocks), tensors, numbers, constants | divs)
+    return increment, dscores, own
+
+
+def _scan(
+    c: Call, chunks: Chunks, increment: Tensor, start: Tensor | None, *, backward: bool, end: bool
+) -> tuple[Tensor, Tensor]:
+    """-> boundary [NC,H,K,V] in the stored dtype, the states at the other end [S,1+N,H,K,V] fp32 or an empty tensor."""
+    s, plan = c.sizes, chunks.plan
+    boundary = torch.empty(increment.shape, dtype=s.stored, device=increment.device)
+    final = increment.new_empty((*plan.begin.shape, c.heads, s.K, s.V) if end else (0,))
+    constants = s.scan() | dict(BACKWARD=backward, HAS_INITIAL=start is not None, HAS_FINAL=end)
+    blocks = triton.cdiv(s.K, constants["BK"]) * triton.cdiv(s.V, constants["BV"])
+    tensors = (plan.begin, plan.chunks, increment, chunks.decay, increment if start is None else start, boundary, final)
+    _SCAN((plan.begin.numel() * c.heads, blocks), tensors, (c.heads,), constants)
+    return boundary, final
+
+
+def mix(c: Call, chunks: Chunks, state: Tensor, do: Tensor | None = None) -> Tensor:
+    """o from the start states, or with `do` the gradient of v (shared by the routes) from those of the end states -> [T,H,V]."""
+    total, routed = torch.empty_like(c.v), c.kinds[-1]
+    part = torch.empty_like(total, dtype=torch.float32) if len(c.kinds) > 1 else None
+    if c.routes == 1:
+        for n, kind in enumerate(c.kinds):
+            last = n == len(c.kinds) - 1
+            _mix_kind(c, kind, chunks, state, total if part is None else part, total, do, add=n > 0, last=last)
+        return total
+    if part is not None:
+        _mix_kind(c, c.kinds[0], chunks, state, part, total, do, add=False, last=False)
+    rows = total.new_empty((routed.num_rows, *total.shape[1:]), dtype=torch.float32)
+    _mix_kind(c, routed, chunks, state, rows, total, do, add=False, last=False)
+    return sum_terms(rows, total.shape[0], c.routes, total[0].numel(), total.dtype, part).view(total.shape)
+
+
+def mix_apart(c: Call, chunks: Chunks, dend: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of v and v2 [T,1|R,H,V] where the routed partitions have values of their own."""
+    found = []
+    for kind in c.kinds:
+        dv = c.v.new_empty((kind.num_rows, *c.v.shape[1:]))
+        _mix_kind(c, kind, chunks, dend, dv, dv, do, add=False, last=True)
+        found.append(dv)
+    routed = c.kinds[-1]
+    return found[0] if len(found) > 1 else torch.zeros_like(c.v), sum_routes(found[-1], c.routes, routed.y_div)
+
+
+def _mix_kind(
+    c: Call, kind: Kind, chunks: Chunks, state: Tensor, part: Tensor, out: Tensor, do: Tensor | None, *, add: bool, last: bool
+) -> None:
+    s = c.sizes
+    y, y_div = (kind.v, kind.y_div) if do is None else (do, kind.o_div)
+    own = dict(BACKWARD=do is not None, XDIV=kind.x_div, YDIV=y_div, LEVELS=s.levels)
+    constants = s.launch("mix") | own
+    tensors = (
+        chunks.plan.rows, kind.q, kind.k, kind.g, y, c.weight, state, chunks.decay, chunks.strong, part, out
+    )  # fmt: skip
+    gates = (int(kind.read), int(kind.write))
+    grid = (kind.num_chunks * c.heads, triton.cdiv(s.V, constants["BV"]))
+    _MIX(grid, tensors, (c.heads, kind.first_chunk, *gates, c.scale), constants | dict(ADD=add, LAST=last))
+    numbers = (c.heads, kind.first_chunk, kind.num_chunks, *gates, int(add), int(last), c.scale)
+    _MIX_STRONG(_few(c, kind), tensors, numbers, s.launch("mix strong") | own)
+
+
+def _few(c: Call, kind: Kind) -> tuple[int]:
+    """Programs of a launch that usually finds nothing to do."""
+    return (min(264, c.heads * kind.num_chunks),)
+
+
+def row_gradients(
+    c: Call, kind: Kind, chunks: Chunks, boundary: Tensor, dend: Tensor, dscores: Tensor, own: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dq, dk, dg [rows, H, K], dweight [rows] fp32 (zero without a gate)."""
+    s = c.sizes
+    constants = s.launch("gradient") | dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
+    blocks, gated = triton.cdiv(s.K, constants["BK"]), kind.read or kind.write
+    dq, dk, dg = (a.new_empty((kind.num_rows, *a.shape[1:])) for a in (kind.q, kind.k, kind.g))
+    dweight = own.new_empty((blocks, kind.num_rows, c.heads) if gated else (0,))
+    tensors = (
+        chunks.plan.rows, kind.q, kind.k, kind.g, kind.v, do, c.weight, boundary, dend, chunks.decay, dscores, own,
+        chunks.strong, dq, dk, dg, dweight,
+    )  # fmt: skip
+    numbers, gates = (kind.num_rows, c.heads, kind.first_chunk), (int(kind.read), int(kind.write), c.scale)
+    _GRADIENT((kind.num_chunks * c.heads, blocks), tensors, (*numbers, *gates), constants)
+    _GRADIENT_STRONG(_few(c, kind), tensors, (*numbers, kind.num_chunks, *gates), constants | dict(num_stages=1))
+    if not gated:
+        return dq, dk, dg, own.new_zeros(kind.num_rows)
+    by_head = sum_terms(dweight, 1, blocks, kind.num_rows * c.heads, torch.float32)
+    return dq, dk, dg, sum_terms(by_head, kind.num_rows, c.heads, 1, torch.float32)
+
+
+def sum_routes(rows: Tensor, routes: int, div: int) -> Tensor:
+    """[T*R, H, D] -> [T, 1|R, H, D]: summed over the routes where they share a source row."""
+    tokens = rows.shape[0] // routes
+    if div == 1:
+        return rows.view(tokens, routes, *rows.shape[1:])
+    return sum_terms(rows, tokens, routes, rows[0].numel(), rows.dtype).view(tokens, 1, *rows.shape[1:])

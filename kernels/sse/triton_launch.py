@@ -1,0 +1,80 @@
+"""Launches that cost the host little.
+
+`kernel[grid](...)` binds, specialises and looks up every argument again at each launch, 70 microseconds for the kernels here on
+a slow host; a layer's forward and backward has two dozen of them. `Launch` does that once for a set of constants and dtypes and
+then calls the compiled kernel. It reaches into Triton 3.6's and 3.7's compiled kernels; other versions launch the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from posttrain.kernels.sse.checks import Inputs
+
+MAX_CHUNK, MAX_WIDTH = 128, 256
+_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+
+
+class Launch:
+    """A kernel whose parameters are tensors, then integers and floats that it does not specialise on, then constants.
+
+    `launch(grid, tensors, numbers, constants)`: constants in any order, launch options such as num_warps among them.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[tuple, tuple[Any, tuple, Callable]] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...], constants: dict[str, Any]
+    ) -> None:
+        if 0 in grid:
+            return
+        device = tensors[0].device
+        if not _KNOWN or device.type != "cuda" or any(a.data_ptr() % 16 for a in tensors) or _hooked():
+            self.kernel[grid](*tensors, *numbers, **constants)
+            return
+        key = (device.index, *constants.values(), *[a.dtype for a in tensors])
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*tensors, *numbers, **constants)
+            names = self.kernel.arg_names[len(tensors) + len(numbers) :]
+            self._compiled[key] = compiled, tuple(constants[n] for n in names), compiled.run
+            return
+        compiled, values, run = found
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *numbers, *values)
+
+
+def _hooked() -> bool:
+    """Whether a profiler of Triton's own wants to see launches."""
+    for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+def unsupported(x: Inputs) -> str | None:
+    """Why the Triton backend cannot run these inputs; None where it can."""
+    if not (x.v.is_cuda or interpreted()):
+        return f"the inputs are on {x.v.device.type}; Triton kernels need a CUDA device (or TRITON_INTERPRET=1)"
+    if x.v.dtype == torch.float64:
+        return "the inputs are float64; the kernels compute in fp32"
+    if x.chunk_size > MAX_CHUNK:
+        return f"chunk_size={x.chunk_size}, but the kernels take at most {MAX_CHUNK}"
+    for name, width in (("K", x.q2.shape[-1]), ("V", x.v.shape[-1])):
+        if width > MAX_WIDTH:
+            return f"{name}={width}, but the kernels take at most {MAX_WIDTH}"
+    return None
+
+
+@cache
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
