@@ -12,10 +12,11 @@ Shapes: T packed tokens, H heads, K key width, V value width, N partitions, R ro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs, without_autocast
@@ -253,10 +254,12 @@ def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple
 
     if reason := unsupported(x):
         raise ValueError(f"backend='triton' cannot run this call: {reason}; use backend='torch' or None")
-    if x.is_gdn:
-        from posttrain.kernels.sse.triton_gdn_ops import run_triton_gdn
+    # Triton launches on the current device.
+    with torch.cuda.device_of(x.v) if x.v.is_cuda else nullcontext():
+        if x.is_gdn:
+            from posttrain.kernels.sse.triton_gdn_ops import run_triton_gdn
 
-        return run_triton_gdn(x, output_final_state=output_final_state, keep_states=keep_states)
-    from posttrain.kernels.sse.triton_gla_ops import run_triton_gla
+            return run_triton_gdn(x, output_final_state=output_final_state, keep_states=keep_states)
+        from posttrain.kernels.sse.triton_gla_ops import run_triton_gla
 
-    return run_triton_gla(x, output_final_state=output_final_state, keep_states=keep_states)
+        return run_triton_gla(x, output_final_state=output_final_state, keep_states=keep_states)
