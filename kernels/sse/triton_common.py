@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.kernels.sse.triton_launch import Launch, cdiv
+
 
 @triton.jit
 def exp(x):
@@ -119,7 +121,7 @@ def row_factor(weight, row, valid, factor, gated):
     return factor * tl.load(weight + row, mask=valid & (gated != 0), other=1.0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["inner", "count"])
 def sum_kernel(x, other, y, inner, count, N: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
     """y [A, B] = sum over the middle of x [A, N, B], in order (+ other [A, B]); B = inner, count = A * B."""
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -133,6 +135,9 @@ def sum_kernel(x, other, y, inner, count, N: tl.constexpr, OTHER: tl.constexpr, 
     tl.store(y + item, total.to(y.dtype.element_ty), mask=mask)
 
 
+_SUM = Launch(sum_kernel)
+
+
 def sum_terms(x: Tensor, lead: int, terms: int, inner: int, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
     """x seen as [lead, terms, inner], summed over the terms in order (+ other), -> [lead * inner] in dtype.
 
@@ -142,7 +147,6 @@ def sum_terms(x: Tensor, lead: int, terms: int, inner: int, dtype: torch.dtype, 
         return x.flatten().to(dtype)
     y = torch.empty(lead * inner, dtype=dtype, device=x.device)
     if y.numel():
-        sum_kernel[(triton.cdiv(y.numel(), 1024),)](
-            x, x if other is None else other, y, inner, y.numel(), N=terms, OTHER=other is not None, BLOCK=1024
-        )
+        constants = dict(N=terms, OTHER=other is not None, BLOCK=1024)
+        _SUM((cdiv(y.numel(), 1024),), (x, x if other is None else other, y), (inner, y.numel()), constants)
     return y

@@ -16,12 +16,8 @@ from torch import Tensor
 from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
 from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
-from posttrain.kernels.sse.triton_launch import interpreted
+from posttrain.kernels.sse.triton_launch import cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
-
-
-def _block(width: int, largest: int) -> int:
-    return min(largest, max(16, triton.next_power_of_2(width)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +33,35 @@ class Sizes:
     @classmethod
     def choose(cls, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Sizes:
         half = all(a.dtype == torch.bfloat16 for a in (q, k, v)) and not interpreted()
-        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=_block(chunk_size, 128), HALF=half)
+        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=max(16, power_of_two(chunk_size)), HALF=half)
 
     @property
     def stored(self) -> torch.dtype:
         """Of states and tiles between kernels: what a product would round them to."""
         return torch.bfloat16 if self.HALF else torch.float32
 
+    def block(self, width: int, largest: int) -> int:
+        """The block that covers `width` columns, at most `largest`, at least what Triton's warp-group products read (see the GLA
+        launches' `Sizes.block`)."""
+        least = 16 if self.BC < 64 else 64 if self.HALF else 32
+        return max(least, min(largest, power_of_two(width)))
+
     def parallel(self, key_block: int, value_block: int, warps: int = 8) -> dict[str, Any]:
         """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts."""
         cut = (1 if self.HALF else 2) * (2 if self.BC > 64 else 1)
-        blocks = dict(BK=_block(self.K, max(16, key_block // cut)), BV=_block(self.V, max(16, value_block // cut)))
+        blocks = dict(BK=self.block(self.K, key_block // cut), BV=self.block(self.V, value_block // cut))
         return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=2)
 
     def sequential(self) -> dict[str, Any]:
         """Of a kernel along streams, which holds all K rows of a state; few columns, since the steps wait for each other."""
-        width = _block(self.K, 256)
+        width = self.block(self.K, 256)
         columns = 32 if self.HALF and self.BC <= 64 else 16
         # Loads for the next chunk run ahead (a stage for the row numbers, one for the rows) where shared memory holds two chunks.
         stages = 3 if self.HALF and width * self.BC <= 128 * 64 else 1
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return own | dict(KW=width, BV=_block(self.V, columns), STAGES=stages, num_warps=4 if width * self.BC <= 128 * 64 else 8)
+        return own | dict(
+            KW=width, BV=self.block(self.V, columns), STAGES=stages, num_warps=4 if width * self.BC <= 128 * 64 else 8
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +181,7 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
         )  # fmt: skip
     final = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if end else (0,))
     shape, last = s.sequential(), c.kinds[-1]
-    gdn_scan_kernel[(plan.begin.numel() * heads * triton.cdiv(s.V, shape["BV"]),)](
+    gdn_scan_kernel[(plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),)](
         plan.rows, plan.begin, plan.chunks, c.kinds[0].k, last.k, w, u, total, final if c.initial is None else c.initial,
         boundary, final, heads, N=c.partitions, KDIV=last.k_div, SHARED=len(c.kinds) > 1,
         HAS_INITIAL=c.initial is not None, HAS_FINAL=end, **shape,
@@ -213,7 +217,7 @@ def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tenso
     shape, out = c.sizes.parallel(64, 128), TokenSum(c, c.sizes.V, c.v.dtype)
     for n, kind in enumerate(c.kinds):
         part, flags = out.target(n < len(c.kinds) - 1)
-        gdn_output_kernel[(c.heads * kind.num_chunks, triton.cdiv(c.sizes.V, shape["BV"]))](
+        gdn_output_kernel[(c.heads * kind.num_chunks, cdiv(c.sizes.V, shape["BV"]))](
             plan.rows, kind.q, kind.k, c.weight, total, u, boundary, part, out.total, c.heads, kind.first_chunk, c.scale,
             QDIV=kind.q_div, KDIV=kind.k_div, READ=kind.read, **flags, **shape,
         )  # fmt: skip
@@ -229,7 +233,7 @@ def reverse(
     r, u, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.tiles(s.V), c.states()
     shape = s.parallel(64, 128)
     for kind in c.kinds:
-        gdn_adjoint_kernel[(heads * kind.num_chunks, triton.cdiv(s.V, shape["BV"]))](
+        gdn_adjoint_kernel[(heads * kind.num_chunks, cdiv(s.V, shape["BV"]))](
             plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z,
             heads, kind.first_chunk, c.scale,
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
@@ -237,7 +241,7 @@ def reverse(
         )  # fmt: skip
     dinitial = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if want_initial else (0,))
     shape, one, two = s.sequential(), c.kinds[0], c.kinds[-1]
-    gdn_reverse_kernel[(plan.begin.numel() * heads * triton.cdiv(s.V, shape["BV"]),)](
+    gdn_reverse_kernel[(plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),)](
         plan.rows, plan.begin, plan.chunks, one.q, one.k, one.b, two.q, two.k, two.b, do, c.weight, total, r, z,
         dinitial if dfinal is None else dfinal, dboundary, dinitial, heads, c.scale,
         N=c.partitions, QDIV=two.q_div, KDIV=two.k_div, BDIV=two.b_div, ODIV=two.o_div, READ=two.read,
@@ -260,8 +264,8 @@ def gradients(
     """-> per kind the gradients by name (v where the kinds' values are separate), of v where they are not, of the weight."""
     s = c.sizes
     # Two blocks of values or more, where they fit: of one block the compiler would load everything ahead, past its registers.
-    shape = s.parallel(128, min(64, _block(s.V, 256) // 2), warps=8 if s.BC <= 64 else 16)
-    blocks = triton.cdiv(s.K, shape["BK"])
+    shape = s.parallel(128, min(64, power_of_two(s.V) // 2), warps=8 if s.BC <= 64 else 16)
+    blocks = cdiv(s.K, shape["BK"])
     dv = None if separate else TokenSum(c, s.V, c.v.dtype)
     found, dweight = [], None
     for n, kind in enumerate(c.kinds):

@@ -113,6 +113,11 @@ def any_strong(strong, begin, end, FLAGS: tl.constexpr):
     return tl.max(found, 0) != 0
 
 
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["heads", "first_chunk", "gated"])
 def gla_increment_kernel(
     rows, x, g, y, v, weight, increment, decay, strong, dscores, own, heads, first_chunk, gated, factor,
@@ -144,9 +149,9 @@ def gla_increment_kernel(
     tl.store(increment + where, result, mask=mask)
     if not BACKWARD:
         if v0 == 0:
-            k, total = k0 + tl.arange(0, BK), tl.sum(gt, 1)
-            matrix = chunk.to(tl.int64) * heads + head
-            tl.store(decay + matrix * 2 * K + k, tl.sum(tl.where(j <= BC // 2, gt, 0.0), 1), mask=k < K)
+            k, matrix = k0 + tl.arange(0, BK), chunk.to(tl.int64) * heads + head
+            to_middle, total = tl.reduce((tl.where(j <= BC // 2, gt, 0.0), gt), 1, _add_both)
+            tl.store(decay + matrix * 2 * K + k, to_middle, mask=k < K)
             tl.store(decay + (matrix * 2 + 1) * K + k, total, mask=k < K)
             tl.store(strong + matrix * FLAGS + k0 // BK, (tl.min(total, 0) < -SPLIT_LIMIT).to(tl.int32))
     elif tl.program_id(1) == 0:

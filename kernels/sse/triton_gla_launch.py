@@ -6,17 +6,17 @@ every row has its own fp32 place and the rows of a token are summed in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gla import gla_increment_kernel, gla_mix_kernel, gla_mix_strong_kernel, gla_scan_kernel
 from posttrain.kernels.sse.triton_gla_backward import gla_gradient_kernel, gla_gradient_strong_kernel
-from posttrain.kernels.sse.triton_launch import Launch, interpreted
+from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
 # Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; more
@@ -47,7 +47,7 @@ class Sizes:
     @classmethod
     def choose(cls, q: Tensor, g: Tensor, v: Tensor, chunk_size: int) -> Sizes:
         half = v.dtype == torch.bfloat16 and q.dtype == torch.bfloat16 and not interpreted()
-        size = max(16, triton.next_power_of_2(chunk_size))
+        size = max(16, power_of_two(chunk_size))
         return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=size, HALF=half, GLOW=g.dtype != torch.bfloat16)
 
     @property
@@ -55,41 +55,40 @@ class Sizes:
         """Of what only products read: states at the chunks' starts, gradients of scores."""
         return torch.bfloat16 if self.HALF else torch.float32
 
-    @property
+    @cached_property
     def flags(self) -> int:
-        return triton.next_power_of_2(triton.cdiv(self.K, self.block(self.K, LAUNCHES["increment"][0])))
+        return power_of_two(cdiv(self.K, self.block(self.K, LAUNCHES["increment"][0])))
 
     def block(self, size: int, largest: int) -> int:
         """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long.
 
-        Warp-group products get blocks of 64 bf16 columns at least: with 32, Triton 3.6 and 3.7 let them read past the end of
-        shared memory (triton-lang/triton, issue 11366), seen here as illegal accesses and results that did not repeat.
+        Warp-group products get blocks of 128 bytes at least: with 64, Triton 3.6 and 3.7 let them read past the end of shared
+        memory (triton-lang/triton, issue 11366), seen here as illegal accesses and results that did not repeat.
         """
-        least = 64 if self.HALF and self.BC >= 64 else 16
+        least = 16 if self.BC < 64 else 64 if self.HALF else 32
         largest = largest // (1 if self.HALF else 2) // (2 if self.BC > 64 else 1)
-        return max(least, min(largest, triton.next_power_of_2(size)))
-
-    def launch(self, name: str) -> dict[str, Any]:
-        """Constants and options of a kernel's launch; longer chunks take twice the warps, other than in increments."""
-        key_block, value_block, options = LAUNCHES[name]
-        shape = dict(
-            K=self.K, V=self.V, C=self.C, HALF=self.HALF, GLOW=self.GLOW, FLAGS=self.flags, BC=self.BC,
-            BK=self.block(self.K, key_block), BV=self.block(self.V, value_block), **options,
-        )  # fmt: skip
-        if name != "increment" and self.BC > 64:
-            shape["num_warps"] *= 2
-        elif name == "increment" and shape["BK"] * shape["BV"] <= 8192:
-            shape["num_warps"] = 4
-        return shape
-
-    def scan(self) -> dict[str, Any]:
-        """As `launch` for the scan, which has no products: blocks of plain rows."""
-        key_block, value_block, options = LAUNCHES["scan"]
-        return dict(K=self.K, V=self.V, BK=key_block, BV=min(value_block, max(16, triton.next_power_of_2(self.V)))) | options
+        return max(least, min(largest, power_of_two(size)))
 
     @property
     def levels(self) -> int:
         return self.BC.bit_length() - 1
+
+
+@cache
+def constants_of(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Constants and options of a kernel's launch, not to be changed in place. Longer chunks take twice the warps, save in
+    increments; the scan has no products, and blocks of plain rows."""
+    key_block, value_block, options = LAUNCHES[name]
+    if name == "scan":
+        columns = min(value_block, max(16, power_of_two(sizes.V)))
+        return dict(K=sizes.K, V=sizes.V, BK=key_block, BV=columns) | options
+    own = {f.name: getattr(sizes, f.name) for f in fields(sizes)} | dict(FLAGS=sizes.flags)
+    own |= dict(BK=sizes.block(sizes.K, key_block), BV=sizes.block(sizes.V, value_block)) | options
+    if name != "increment" and sizes.BC > 64:
+        own["num_warps"] *= 2
+    elif name == "increment" and own["BK"] * own["BV"] <= 8192:
+        own["num_warps"] = 4
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +148,16 @@ def make_call(
     """The arguments are the operator's; q2, k2 and g2 have the same number of routes."""
     tokens, routes = index.shape
     shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None)
-    v = v.contiguous()
-    values, value_div = (v, routes) if v2 is None else (v2.contiguous().flatten(0, 1), routes // v2.shape[1])
+    v = aligned(v)
+    values, value_div = (v, routes) if v2 is None else (aligned(v2).flatten(0, 1), routes // v2.shape[1])
     kinds = []
     if q1 is not None:
         shared = Kind(
-            q=q1.contiguous(), k=k1.contiguous(), g=g1.contiguous(), v=v, x_div=1, y_div=1, o_div=1, read=False, write=False,
+            q=aligned(q1), k=aligned(k1), g=aligned(g1), v=v, x_div=1, y_div=1, o_div=1, read=False, write=False,
             first_chunk=0, num_chunks=shared_chunks, num_rows=tokens,
         )  # fmt: skip
         kinds.append(shared)
-    q2, k2, g2 = (a.contiguous() for a in (q2, k2, g2))
+    q2, k2, g2 = (aligned(a) for a in (q2, k2, g2))
     routed = Kind(
         q=q2.flatten(0, 1), k=k2.flatten(0, 1), g=g2.flatten(0, 1), v=values,
         x_div=routes // q2.shape[1], y_div=value_div, o_div=routes,
@@ -166,8 +165,8 @@ def make_call(
         first_chunk=shared_chunks, num_chunks=routed_chunks, num_rows=tokens * routes,
     )  # fmt: skip
     return Call(
-        kinds=[*kinds, routed], weight=weight.float().contiguous(), v=v, scale=scale,
-        initial=None if initial is None else initial.contiguous(), sizes=Sizes.choose(q2, g2, v, chunk_size),
+        kinds=[*kinds, routed], weight=aligned(weight.float()), v=v, scale=scale,
+        initial=None if initial is None else aligned(initial), sizes=Sizes.choose(q2, g2, v, chunk_size),
     )  # fmt: skip
 
 
@@ -200,8 +199,8 @@ def _increments(c: Call, chunks: Chunks, do: Tensor | None = None) -> tuple[Tens
     increment = torch.empty(*shape, s.K, s.V, dtype=torch.float32, device=c.v.device)
     dscores = torch.empty((*shape, s.C, s.C) if backward else (0,), dtype=s.stored, device=c.v.device)
     own = increment.new_empty((*shape, s.C) if backward else (0,))
-    constants = s.launch("increment") | dict(BACKWARD=backward)
-    blocks = triton.cdiv(s.K, constants["BK"]) * triton.cdiv(s.V, constants["BV"])
+    constants = constants_of("increment", s) | dict(BACKWARD=backward)
+    blocks = cdiv(s.K, constants["BK"]) * cdiv(s.V, constants["BV"])
     for kind in c.kinds:
         x, y, y_div = (kind.k, kind.v, kind.y_div) if do is None else (kind.q, do, kind.o_div)
         tensors = (
@@ -220,8 +219,8 @@ def _scan(
     s, plan = c.sizes, chunks.plan
     boundary = torch.empty(increment.shape, dtype=s.stored, device=increment.device)
     final = increment.new_empty((*plan.begin.shape, c.heads, s.K, s.V) if end else (0,))
-    constants = s.scan() | dict(BACKWARD=backward, HAS_INITIAL=start is not None, HAS_FINAL=end)
-    blocks = triton.cdiv(s.K, constants["BK"]) * triton.cdiv(s.V, constants["BV"])
+    constants = constants_of("scan", s) | dict(BACKWARD=backward, HAS_INITIAL=start is not None, HAS_FINAL=end)
+    blocks = cdiv(s.K, constants["BK"]) * cdiv(s.V, constants["BV"])
     tensors = (plan.begin, plan.chunks, increment, chunks.decay, increment if start is None else start, boundary, final)
     _SCAN((plan.begin.numel() * c.heads, blocks), tensors, (c.heads,), constants)
     return boundary, final
@@ -240,7 +239,7 @@ def mix(c: Call, chunks: Chunks, state: Tensor, do: Tensor | None = None) -> Ten
         _mix_kind(c, c.kinds[0], chunks, state, part, total, do, add=False, last=False)
     rows = total.new_empty((routed.num_rows, *total.shape[1:]), dtype=torch.float32)
     _mix_kind(c, routed, chunks, state, rows, total, do, add=False, last=False)
-    return sum_terms(rows, total.shape[0], c.routes, total[0].numel(), total.dtype, part).view(total.shape)
+    return sum_terms(rows, total.shape[0], c.routes, total.shape[1:].numel(), total.dtype, part).view(total.shape)
 
 
 def mix_apart(c: Call, chunks: Chunks, dend: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,15 +259,15 @@ def _mix_kind(
     s = c.sizes
     y, y_div = (kind.v, kind.y_div) if do is None else (do, kind.o_div)
     own = dict(BACKWARD=do is not None, XDIV=kind.x_div, YDIV=y_div, LEVELS=s.levels)
-    constants = s.launch("mix") | own
+    constants = constants_of("mix", s) | own
     tensors = (
         chunks.plan.rows, kind.q, kind.k, kind.g, y, c.weight, state, chunks.decay, chunks.strong, part, out
     )  # fmt: skip
     gates = (int(kind.read), int(kind.write))
-    grid = (kind.num_chunks * c.heads, triton.cdiv(s.V, constants["BV"]))
+    grid = (kind.num_chunks * c.heads, cdiv(s.V, constants["BV"]))
     _MIX(grid, tensors, (c.heads, kind.first_chunk, *gates, c.scale), constants | dict(ADD=add, LAST=last))
     numbers = (c.heads, kind.first_chunk, kind.num_chunks, *gates, int(add), int(last), c.scale)
-    _MIX_STRONG(_few(c, kind), tensors, numbers, s.launch("mix strong") | own)
+    _MIX_STRONG(_few(c, kind), tensors, numbers, constants_of("mix strong", s) | own)
 
 
 def _few(c: Call, kind: Kind) -> tuple[int]:
@@ -281,8 +280,8 @@ def row_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dg [rows, H, K], dweight [rows] fp32 (zero without a gate)."""
     s = c.sizes
-    constants = s.launch("gradient") | dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
-    blocks, gated = triton.cdiv(s.K, constants["BK"]), kind.read or kind.write
+    constants = constants_of("gradient", s) | dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
+    blocks, gated = cdiv(s.K, constants["BK"]), kind.read or kind.write
     dq, dk, dg = (a.new_empty((kind.num_rows, *a.shape[1:])) for a in (kind.q, kind.k, kind.g))
     dweight = own.new_empty((blocks, kind.num_rows, c.heads) if gated else (0,))
     tensors = (
@@ -303,4 +302,4 @@ def sum_routes(rows: Tensor, routes: int, div: int) -> Tensor:
     tokens = rows.shape[0] // routes
     if div == 1:
         return rows.view(tokens, routes, *rows.shape[1:])
-    return sum_terms(rows, tokens, routes, rows[0].numel(), rows.dtype).view(tokens, 1, *rows.shape[1:])
+    return sum_terms(rows, tokens, routes, rows.shape[1:].numel(), rows.dtype).view(tokens, 1, *rows.shape[1:])

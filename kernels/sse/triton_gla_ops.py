@@ -20,6 +20,7 @@ from posttrain.kernels.sse.triton_gla_launch import (
     start_states,
     sum_routes,
 )
+from posttrain.kernels.sse.triton_launch import aligned
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
 
 
@@ -51,9 +52,7 @@ def _forward(
     c = make_call(
         q1, k1, g1, q2, k2, g2, v, v2, weight, index, initial, num_partitions, scale, gate, chunk_size, cu_seqlens.shape[0] - 1
     )
-    plan = build_device_plan(
-        index.contiguous(), cu_seqlens, num_partitions=num_partitions, chunk_size=chunk_size, shared=q1 is not None
-    )
+    plan = build_device_plan(index, cu_seqlens, num_partitions=num_partitions, chunk_size=chunk_size, shared=q1 is not None)
     boundary, final, chunks = start_states(c, plan, end=output_final_state)
     o = mix(c, chunks, boundary)
     kept = boundary if keep_states else boundary.new_empty(0)
@@ -97,7 +96,7 @@ def _gradients(
     shared = c.kinds[-1].first_chunk
     plan = DevicePlan(rows=plan_rows, begin=begin, chunks=chunks, shared_chunks=shared, routed_chunks=plan_rows.shape[0] - shared)
     grid = Chunks(plan=plan, decay=decay, strong=strong)
-    do, dfinal = do.contiguous(), None if dfinal is None else dfinal.contiguous()
+    do, dfinal = aligned(do), None if dfinal is None else aligned(dfinal)
     if boundary.numel() == 0:
         boundary, _, _ = start_states(c, plan, end=False)
     dend, dinitial, dscores, own = end_gradients(c, grid, do, dfinal)
@@ -137,10 +136,11 @@ def _backward(run: Callable, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
     """Gradients of the forward's 18 inputs, by `run`: `_gradients` or its operator."""
     if do is None and dfinal is None:
         return (None,) * 18
-    q1, v2, initial = ctx.saved_tensors[0], ctx.saved_tensors[7], ctx.saved_tensors[10]
-    do = torch.zeros_like(ctx.saved_tensors[6]) if do is None else do
+    saved = ctx.saved_tensors  # once: checkpointing computes them again and gives them out a single time
+    q1, v, v2, initial = saved[0], saved[6], saved[7], saved[10]
+    do = torch.zeros_like(v) if do is None else do
     dfinal = dfinal if ctx.output_final_state else None
-    *found, dv2, dweight, dinitial = run(do, dfinal, *ctx.saved_tensors, *ctx.options)
+    *found, dv2, dweight, dinitial = run(do, dfinal, *saved, *ctx.options)
     if q1 is None:
         found[:3] = (None,) * 3
     dv2 = None if v2 is None else dv2

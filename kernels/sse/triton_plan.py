@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch
+from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, power_of_two
 
 # Tokens a program of the sort looks at; its one-hot matrix is [BLOCK, N].
 BLOCK = 256
@@ -46,14 +46,15 @@ def plan_sizes(tokens: int, routes: int, sequences: int, partitions: int, chunk_
 
 
 def build_device_plan(index: Tensor, cu_seqlens: Tensor, *, num_partitions: int, chunk_size: int, shared: bool) -> DevicePlan:
-    """index [T, R] integers, contiguous, and cu_seqlens [S+1], both on the device that runs the kernels."""
+    """index [T, R] integers and cu_seqlens [S+1], both on the device that runs the kernels."""
+    index, cu_seqlens = aligned(index), aligned(cu_seqlens)
     tokens, routes = index.shape
     sequences, device = cu_seqlens.shape[0] - 1, index.device
     shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, shared)
     rows = torch.full((shared_chunks + routed_chunks, chunk_size), -1, dtype=torch.int32, device=device)
     begin = torch.empty(sequences, 1 + num_partitions, dtype=torch.int32, device=device)
     chunks = torch.empty_like(begin)
-    tiles, width = triton.cdiv(tokens, BLOCK), max(2, triton.next_power_of_2(num_partitions))
+    tiles, width = cdiv(tokens, BLOCK), max(2, power_of_two(num_partitions))
     counts = torch.empty(tiles, num_partitions, dtype=torch.int32, device=device)
     before = torch.empty(sequences + 1, num_partitions, dtype=torch.int32, device=device)
     sizes = dict(R=routes, N=num_partitions, BLOCK=BLOCK, WIDTH=width)
