@@ -89,8 +89,8 @@ def sse(
         output_final_state: False spares a GPU the writing of the final states.
         keep_states: whether the triton backend keeps the start state of every chunk for the backward pass, NC*H*K*V numbers in
             v's precision (0.6 GB for 32,768 tokens, n4k1, 18 heads of 128, C = 64, bf16), or computes them again.
-        backend: "reference" (token loop), "torch" (chunked), "triton", or None: triton where it can run the inputs on a GPU,
-            else torch.
+        backend: "reference" (token loop), "torch" (chunked), "triton", or None: triton where it can run the inputs on a GPU
+            (`sse_gdn`: not yet unless asked for), else torch.
 
     Returns:
         o [T, H, V] in v's dtype, final_state [S, 1+N, H, K, V] in fp32 (float64 for float64 inputs) or None. The reference and
@@ -241,6 +241,8 @@ def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_s
 def _triton_serves(x: Inputs) -> bool:
     """Whether an unasked call goes to Triton; imported here because Triton is absent from some platforms."""
     if not x.v.is_cuda or x.v.shape[0] == 0 or find_spec("triton") is None:
+        return False
+    if x.is_gdn:  # its kernels are right in the interpreter; on a GPU not every size has passed yet
         return False
     from posttrain.kernels.sse.triton_launch import unsupported
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from posttrain.kernels.sse.triton_common import sum_terms

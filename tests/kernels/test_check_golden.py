@@ -43,9 +43,27 @@ def test_a_wrong_gradient_fails(check, shared, tmp_path):
     assert "dk2 1e-03" in out and "SafetensorError" in out
 
 
-def test_a_backend_that_is_not_built_fails(check, shared):
+def test_a_backend_that_refuses_the_inputs_fails(check, shared, monkeypatch):
+    launch = pytest.importorskip("posttrain.kernels.sse.triton_launch")
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
     code, out = check(shared / "golden", "--backend", "triton")
-    assert code == 1 and "not built yet" in out and out.splitlines()[-1].startswith("0 passed")
+    assert code == 1
+    assert "the inputs are on cpu; Triton kernels need a CUDA device" in out
+    assert out.splitlines()[-1].startswith("0 passed")
+
+
+@pytest.mark.slow
+def test_triton_matches_golden_files(check, shared, tmp_path):
+    """On a GPU every file of GLA, interpreted the two quickest: one sequence, and two of strong decay."""
+    pytest.importorskip("triton")
+    names = ["*sse_gla_*"] if torch.cuda.is_available() else ["sse_gla_T70_*", "sse_gla_*_strong"]
+    files = [f for name in names for f in (shared / "golden").glob(f"{name}.safetensors")]
+    assert len(files) >= 2
+    for file in files:
+        shutil.copy(file, tmp_path)
+    code, out = check(tmp_path, "--backend", "triton", "--device", "cuda" if torch.cuda.is_available() else "cpu")
+    assert code == 0, out
+    assert out.splitlines()[-1] == f"{len(files)} passed, 0 failed"
 
 
 def test_an_empty_folder_fails(check, tmp_path):

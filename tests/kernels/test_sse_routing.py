@@ -47,7 +47,7 @@ def test_route_refuses(selected):
 BAD = {
     "gate": (dict(gate="reads"), "gate='reads'"),
     "backend": (dict(backend="cuda"), "backend='cuda'"),
-    "triton": (dict(backend="triton"), "not built yet"),
+    "triton": (dict(backend="triton", chunk_size=129), "backend='triton'"),
     "partitions": (dict(num_partitions=0), "num_partitions=0"),
     "index too large": (dict(index=torch.full((12, 2), 4)), r"\[0, 4\)"),
     "index twice": (dict(index=torch.zeros(12, 2, dtype=torch.int64)), "twice"),
