@@ -119,7 +119,8 @@ def test_a_worker_that_dies_without_replacement_is_reported_and_resumed(session,
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_equals_plain_training_and_resumes(session, tmp_path, stage):
     pytest.importorskip("deepspeed")
-    constant = {"lr_scheduler_type": "constant"}
+    # Steps three times as large let rounding flip a router's choice by the sixth, and Adam then takes whole steps apart.
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 3e-3}
     plain, zero = tmp_path / "plain", tmp_path / "zero"
     run_stages(recipe(plain, trainer=constant | {"gradient_accumulation_steps": 2}), ["sft"], resume=False)
     changes = {"ray": {"num_workers": 2}, "deepspeed": {"stage": stage}}
