@@ -76,7 +76,8 @@ def sse(
         S0 <- diag(exp g1) S0 + k1^T v        Si <- diag(exp g2) Si + (e k2)^T v        o = scale (q1 S0 + sum_i e q2 Si)
 
     Args:
-        q1, k1, g1: [T, H, K] of the shared partition, g1 the log decay (<= 0, finite: -1e4 forgets as well as -inf); all None: there is no shared partition.
+        q1, k1, g1: [T, H, K] of the shared partition, g1 the log decay (<= 0, and finite: -1e4 forgets as well as -inf would);
+            all None: there is no shared partition.
         q2, k2, g2: [T, H, K] of the routed partitions, or [T, R, H, K] with a row a route.
         v: [T, H, V]; v2: values of the routed partitions where they differ, [T, H, V] or [T, R, H, V].
         weight: [T, R] the router's weights; index: [T, R] int64 in [0, N), distinct for a token.
