@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Literal
 
@@ -29,18 +29,37 @@ def use_fused_backend(backend: FusedBackend | None) -> Iterator[None]:
         _forced = before
 
 
-def takes_triton(x: Tensor, backend: FusedBackend | None) -> bool:
-    """Whether an operator called with `backend` on x should run its Triton kernels.
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of x. In a backward pass autograd has set it."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def takes_triton(x: Tensor, backend: FusedBackend | None, *, max_width: int | None = None) -> bool:
+    """Whether an operator called with `backend` on x [..., D] should run its Triton kernels, which take D up to `max_width`.
 
     Raises:
         ValueError: the backend is unknown, or cannot take x.
     """
     backend = backend or _forced
     possible = _HAS_TRITON and x.dtype in _DTYPES
+    too_wide = max_width is not None and x.shape[-1] > max_width
     if backend is None:
-        return possible and x.is_cuda
+        return possible and x.is_cuda and not too_wide
     if backend not in ("torch", "triton"):
         raise ValueError(f"backend={backend!r}, but it must be 'torch', 'triton' or None")
     if backend == "triton" and not possible:
         raise ValueError(f"backend='triton' needs Triton and float32, bfloat16 or float16 inputs, got {x.dtype}")
+    if backend == "triton" and too_wide:
+        raise ValueError(f"backend='triton' takes rows of up to {max_width}, got {x.shape[-1]}; use backend='torch' or None")
+    if backend == "triton" and not (x.is_cuda or _interpreted()):
+        raise ValueError(
+            f"backend='triton' needs tensors on a GPU, got {x.device.type}; move them there, use backend='torch' or None, "
+            "or set TRITON_INTERPRET=1 before Triton is imported"
+        )
     return backend == "triton"
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -21,7 +21,7 @@ from posttrain.kernels.elementwise import elementwise, silu
 from posttrain.kernels.rms_norm import rms_norm
 from posttrain.kernels.swiglu import swiglu
 
-__all__ = ["MIN_ROWS", "Linear", "RMSNorm", "SwiGLU", "elementwise", "is_plain", "joint_linear", "silu"]
+__all__ = ["MIN_ROWS", "Linear", "RMSNorm", "SwiGLU", "elementwise", "has_hooks", "is_plain", "joint_linear", "silu"]
 
 # Fewest rows whose product has the bits that it has among more rows; measured on AVX-512 and AVX2, 1 to 4 threads.
 MIN_ROWS = 16
@@ -52,18 +52,25 @@ class Linear(nn.Linear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something waits for the module to be called: a hook, or another `forward` on the instance (Accelerate's hooks)."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
 def is_plain(layer: object) -> bool:
     """Whether a layer is a bias-free `Linear` whose weight may be used without calling it: nothing wraps it (PEFT), watches it
     (hooks) or shards its weight (FSDP, ZeRO-3)."""
     if type(layer) is not Linear or layer.bias is not None:
         return False
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return not hooks and type(layer.weight) in (nn.Parameter, Tensor) and not hasattr(layer.weight, "ds_id")
+    return not has_hooks(layer) and type(layer.weight) in (nn.Parameter, Tensor) and not hasattr(layer.weight, "ds_id")
 
 
 def joint_linear(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """`[layer(x) for layer in layers]`, on a GPU in one product: narrow layers are bound by reading x, and each reads it anew,
-    in the backward pass three times over. x [T, in] -> [T, out_i]; views of one tensor where joint."""
+    in the backward pass three times over. x [T, in] -> [T, out_i]; views of one tensor where joint.
+
+    Wrapped modules (hooks, PEFT, ZeRO-3) take separate products, whose last bits differ from the joint one's on a GPU."""
     if not x.is_cuda or not all(is_plain(layer) for layer in layers):
         return [layer(x) for layer in layers]
     widths = [layer.weight.shape[0] for layer in layers]

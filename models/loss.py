@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.kernels.linear_cross_entropy import CHUNK_ROWS as FUSED_CHUNK_ROWS
 from posttrain.kernels.linear_cross_entropy import linear_cross_entropy
 from posttrain.models.linear import is_plain
 
@@ -33,11 +34,16 @@ def _chunk_loss(hidden: Tensor, targets: Tensor, lm_head: Callable[[Tensor], Ten
     return F.cross_entropy(lm_head(hidden).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
-def _fused_loss(hidden: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+def _fused_loss(hidden: Tensor, targets: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
     """Sum over the tokens, fp32, in the precision that autocast would give the head."""
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else torch.promote_types(hidden.dtype, weight.dtype)
-    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, ignore_index=IGNORE).float()
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORE, chunk_rows=chunk_rows).float()
+
+
+def _takes_fused(hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> bool:
+    return hidden.is_cuda and is_plain(lm_head)
 
 
 def chunked_cross_entropy(
@@ -46,20 +52,22 @@ def chunked_cross_entropy(
     lm_head: Callable[[Tensor], Tensor],
     *,
     num_items: Tensor | int | None = None,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy of hidden [T, hidden] against targets [T], divided by `num_items` (default: those that count).
 
-    At most [chunk_rows, vocabulary] logits exist at a time, in the forward and in the backward pass. A batch without any target
-    gives 0, still connected to `hidden`.
+    At most [chunk_rows, vocabulary] logits exist at a time, in the forward and in the backward pass; None is each path's default:
+    4096 rows where the gradients are made in the forward pass, 1024 where chunks are recomputed. A batch without any target gives
+    0, still connected to `hidden`.
     """
     if hidden.device.type == "cpu":
         # Dropping the prompt's rows halves the work; on a GPU it would make the host wait for the mask.
         rows = (targets != IGNORE).nonzero().squeeze(-1)
         hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-    if hidden.is_cuda and is_plain(lm_head):
-        total = _fused_loss(hidden, targets, lm_head.weight)
+    if _takes_fused(hidden, lm_head):
+        total = _fused_loss(hidden, targets, lm_head.weight, FUSED_CHUNK_ROWS if chunk_rows is None else chunk_rows)
     else:
+        chunk_rows = CHUNK_ROWS if chunk_rows is None else chunk_rows
         total = hidden.sum() * 0.0
         total = total.float()
         for h, t in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):

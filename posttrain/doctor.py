@@ -185,7 +185,7 @@ def backends() -> list[Finding]:
     ]
     triton_kernels = _has_triton_kernels()
     if cuda and triton_kernels and installed("triton"):
-        kernels = "triton (a GPU and Triton are there)"
+        kernels = "triton for training of GLA layers; the gated delta rule, prefill and decoding in torch"
     else:
         reason = (
             "no GPU" if not cuda else "this version has no Triton kernels" if not triton_kernels else "Triton is not installed"

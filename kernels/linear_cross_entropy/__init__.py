@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
 from posttrain.kernels.linear_cross_entropy.chunked import ChunkedLinearCrossEntropy
 from posttrain.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
@@ -33,15 +33,16 @@ def linear_cross_entropy(
     """Sum of the cross-entropy of hidden @ weight^T against targets, differentiable (once) in hidden and weight.
 
     Args:
-        hidden: [T, D]; weight: [V, D], of one dtype. targets: int64 [T]; rows with `ignore_index` give nothing.
+        hidden: [T, D]; weight: [V, D], of one dtype. targets: int64 [T] in [0, V); rows with `ignore_index` give nothing.
         chunk_rows: rows a chunk.
         backend: of the softmax: "torch", "triton", or None for the best one here.
 
     Returns:
-        an fp32 scalar. Logits have the dtype of `hidden`, all arithmetic on them is fp32.
+        an fp32 scalar (float64 for float64). Logits have the dtype of `hidden`, all arithmetic on them is fp32.
+        NaN, also in the gradients of such a row, where a target is out of range: on a GPU, looking would make the host wait.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the backend cannot take them.
+        ValueError: shapes or dtypes do not fit, the backend cannot take them, or PyTorch finds a target out of range on the CPU.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -51,5 +52,15 @@ def linear_cross_entropy(
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}, but they must be alike")
     fused = takes_triton(hidden, backend)
+    if not fused and targets.device.type == "cpu":
+        _check_targets(targets, weight.shape[0], ignore_index)
     wanted = torch.is_grad_enabled()  # autograd functions cannot tell
-    return ChunkedLinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_rows, fused, wanted)
+    with on_device_of(hidden):
+        return ChunkedLinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_rows, fused, wanted)
+
+
+def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    if wrong.any():
+        first = targets[wrong][0].item()
+        raise ValueError(f"targets must be in [0, {vocabulary}) or ignore_index={ignore_index}, got {first}")

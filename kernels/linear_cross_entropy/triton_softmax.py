@@ -32,7 +32,10 @@ def cross_entropy_kernel(X, T, LOSS, stride, ignore_index, V: tl.constexpr, BLOC
             top = tl.where(above, x, top)
         highest = tl.max(top, axis=0)
         log_total = highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
-        tl.store(LOSS + row, log_total - tl.load(X + target).to(tl.float32))
+        # A target that is no column must not be read, and shows: its row becomes NaN.
+        known = (target >= 0) & (target < V)
+        log_total = tl.where(known, log_total, float("nan"))
+        tl.store(LOSS + row, log_total - tl.load(X + target, mask=known, other=0.0).to(tl.float32))
         # Every thread must have read the target's logit before any overwrites it.
         tl.debug_barrier()
         for first in range(0, V, BLOCK):
@@ -43,7 +46,9 @@ def cross_entropy_kernel(X, T, LOSS, stride, ignore_index, V: tl.constexpr, BLOC
 
 
 def loss_and_gradient_(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """logits [C, V] become the gradient of their summed cross-entropy; returns the loss of each row [C], fp32."""
+    """logits [C, V] become the gradient of their summed cross-entropy; returns the loss of each row [C], fp32.
+
+    Both are NaN in a row whose target is neither in [0, V) nor `ignore_index`."""
     assert logits.stride(1) == 1 and logits.dtype != torch.float64
     rows, vocabulary = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
 from posttrain.kernels.pair_map.reference import log_decay_reference, pair_map_reference
 
 Map = Literal["silu", "softmax"]
@@ -39,7 +39,8 @@ def pair_map(x: Tensor, delta: Tensor, fn: Map, *, backend: FusedBackend | None 
     if takes_triton(x, backend) and x.numel():
         from posttrain.kernels.pair_map.triton_pair_map import TritonPairMap
 
-        return TritonPairMap.apply(x, delta, fn == "softmax")
+        with on_device_of(x):
+            return TritonPairMap.apply(x, delta, fn == "softmax")
     return pair_map_reference(x, delta, fn)
 
 
@@ -52,5 +53,6 @@ def log_decay(logits: Tensor, normalizer: float, *, backend: FusedBackend | None
     if takes_triton(logits, backend) and logits.numel():
         from posttrain.kernels.pair_map.triton_pair_map import TritonLogDecay
 
-        return TritonLogDecay.apply(logits, normalizer)
+        with on_device_of(logits):
+            return TritonLogDecay.apply(logits, normalizer)
     return log_decay_reference(logits, normalizer)

@@ -109,6 +109,7 @@ class TritonPairMap(torch.autograd.Function):
         return y1, y2
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad1: Tensor, grad2: Tensor):
         x, delta = ctx.saved_tensors
         dx, ddelta, tile = torch.empty_like(x), torch.empty_like(x), _tile(x)
@@ -132,6 +133,7 @@ class TritonLogDecay(torch.autograd.Function):
         return y
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         (logits,) = ctx.saved_tensors
         dx = torch.empty_like(logits)

@@ -50,5 +50,6 @@ class TritonRotary(torch.autograd.Function):
         return _rotate(x, cos, sin, 1.0)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         return _rotate(grad, *ctx.saved_tensors, -1.0), None, None

@@ -11,8 +11,10 @@ Shapes: T packed tokens, H heads, K key width, V value width, N partitions, R ro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -81,7 +83,7 @@ def sse(
         q2, k2, g2: [T, H, K] of the routed partitions, or [T, R, H, K] with a row a route.
         v: [T, H, V]; v2: values of the routed partitions where they differ, [T, H, V] or [T, R, H, V].
         weight: [T, R] the router's weights; index: [T, R] int64 in [0, N), distinct for a token.
-        cu_seqlens: [S+1] integers from 0 to T; a sequence may be empty. On the CPU it spares the GPU its longest possible scan.
+        cu_seqlens: [S+1] integers from 0 to T; a sequence may be empty. On the CPU it spares the torch backend its longest scan.
         num_partitions: N.
         initial_state: [S, 1+N, H, K, V], row 0 the shared partition; zeros by default.
         scale: K**-0.5 by default.
@@ -89,7 +91,8 @@ def sse(
         chunk_size: C, the chunk of the grid; results differ by rounding only.
         output_final_state: False spares a GPU the writing of the final states.
         keep_states: whether the triton backend keeps the start state of every chunk for the backward pass, NC*H*K*V numbers in
-            v's precision (0.6 GB for 32,768 tokens, n4k1, 18 heads of 128, C = 64, bf16), or computes them again.
+            the products' precision (0.6 GB for 32,768 tokens, n4k1, 18 heads of 128, C = 64, bf16), or computes them again, which
+            spares memory between the passes, not within one.
         backend: "reference" (token loop), "torch" (chunked), "triton", or None: triton where it can run the inputs on a GPU
             (`sse_gdn`: not yet unless asked for), else torch.
 
@@ -247,7 +250,15 @@ def _triton_serves(x: Inputs) -> bool:
         return False
     from posttrain.kernels.sse.triton_launch import unsupported
 
-    return unsupported(x) is None
+    reason = unsupported(x)
+    if reason:
+        _say_once(f"sse runs in plain PyTorch on this GPU, slower and with other roundings than in Triton: {reason}")
+    return reason is None
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:

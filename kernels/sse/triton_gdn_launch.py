@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
 from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
-from posttrain.kernels.sse.triton_launch import cdiv, interpreted, power_of_two
+from posttrain.kernels.sse.triton_launch import block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
 
@@ -32,7 +32,9 @@ class Sizes:
     @classmethod
     def choose(cls, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Sizes:
         half = all(a.dtype == torch.bfloat16 for a in (q, k, v)) and not interpreted()
-        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=max(16, power_of_two(chunk_size)), HALF=half)
+        # A state's K rows are one block: where they fill warp groups, chunks must be wide enough for those (`block_of`).
+        least = 64 if q.shape[-1] > 32 else 16
+        return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=max(least, power_of_two(chunk_size)), HALF=half)
 
     @property
     def stored(self) -> torch.dtype:
@@ -40,10 +42,8 @@ class Sizes:
         return torch.bfloat16 if self.HALF else torch.float32
 
     def block(self, width: int, largest: int) -> int:
-        """The block that covers `width` columns, at most `largest`, at least what Triton's warp-group products read (see the GLA
-        launches' `Sizes.block`)."""
-        least = 16 if self.BC < 64 else 64 if self.HALF else 32
-        return max(least, min(largest, power_of_two(width)))
+        """The block that covers `width` columns, at most `largest`."""
+        return block_of(width, largest, rows=self.BC, half=self.HALF)
 
     def parallel(self, key_block: int, value_block: int, warps: int = 8) -> dict[str, Any]:
         """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts."""

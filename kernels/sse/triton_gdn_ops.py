@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.triton_gdn_launch import Sizes, gradients, make_call, outputs, reverse, states
@@ -104,7 +105,7 @@ def _gradients(
     out = [v.new_empty(0) if first is None else first[n] for n in "qkgb"]
     out += [second[n].view(a.shape) for n, a in zip("qkgb", (q2, k2, g2, b2))]
     if v2 is not None:
-        dv = torch.zeros_like(v) if first is None else first["v"]
+        dv = torch.zeros_like(c.v) if first is None else first["v"]
     dweight = torch.zeros_like(weight) if dweight is None else dweight.view(weight.shape).to(weight.dtype)
     return *out, dv, v.new_empty(0) if v2 is None else second["v"].view(v2.shape), dweight, dinitial
 
@@ -157,6 +158,7 @@ class _EagerGDN(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dfinal, *_):
         return _backward(_gradients, ctx, do, dfinal)
 

@@ -11,7 +11,7 @@ gradient do, and accumulated log decay G (inclusive, G_C at the end):
     dq = exp(G) (do S^T) + sum_j dA_ij k_j exp(G_i - G_j)  dk = exp(G_C - G) (v D^T) + sum_i dA_ij q_i exp(G_i - G_j)
 
 Rows are gathered by index and never reordered in memory. Sums of decays are products with 0/1 matrices, so that differences
-of accumulated decays are never formed: a chunk whose total decay stays above -SPLIT_LIMIT takes one product split at its
+of accumulated decays are never formed: a chunk whose total decay stays above -MIDDLE_SPLIT_LIMIT takes one product split at its
 middle, any other the nested halves of `scores.py`, in kernels of their own (they need twice the registers, and are rarely
 called for). The choice depends on the chunk and head alone.
 
@@ -43,7 +43,7 @@ from posttrain.kernels.sse.triton_common import (
 )
 
 # exp(60)^2 stays below fp32's (and bf16's) largest number with room for the sums, and rounding 60 costs 4e-6 of a product.
-SPLIT_LIMIT = tl.constexpr(60.0)
+MIDDLE_SPLIT_LIMIT = tl.constexpr(60.0)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def gla_increment_kernel(
     plain product in a block of K, a 1 into strong [NC,H,FLAGS]; the backward the products do_i . v_j, in dscores [NC,H,C,C] those
     of j < i, in own [NC,H,C] fp32 those of j = i."""
     head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
-    if tl.load(rows + chunk.to(tl.int64) * C) < 0:
+    if is_empty(rows, chunk, C):
         return
     v_blocks: tl.constexpr = (V + BV - 1) // BV
     k0, v0 = tl.program_id(1) // v_blocks * BK, tl.program_id(1) % v_blocks * BV
@@ -153,7 +153,7 @@ def gla_increment_kernel(
             to_middle, total = tl.reduce((tl.where(j <= BC // 2, gt, 0.0), gt), 1, _add_both)
             tl.store(decay + matrix * 2 * K + k, to_middle, mask=k < K)
             tl.store(decay + (matrix * 2 + 1) * K + k, total, mask=k < K)
-            tl.store(strong + matrix * FLAGS + k0 // BK, (tl.min(total, 0) < -SPLIT_LIMIT).to(tl.int32))
+            tl.store(strong + matrix * FLAGS + k0 // BK, (tl.min(total, 0) < -MIDDLE_SPLIT_LIMIT).to(tl.int32))
     elif tl.program_id(1) == 0:
         product = tl.zeros([BC, BC], dtype=tl.float32)
         for v1 in tl.static_range(0, V, BV):

@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gla import gla_increment_kernel, gla_mix_kernel, gla_mix_strong_kernel, gla_scan_kernel
 from posttrain.kernels.sse.triton_gla_backward import gla_gradient_kernel, gla_gradient_strong_kernel
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
+from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
 # Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; more
@@ -45,8 +45,8 @@ class Sizes:
     GLOW: bool
 
     @classmethod
-    def choose(cls, q: Tensor, g: Tensor, v: Tensor, chunk_size: int) -> Sizes:
-        half = v.dtype == torch.bfloat16 and q.dtype == torch.bfloat16 and not interpreted()
+    def choose(cls, q: Tensor, k: Tensor, g: Tensor, v: Tensor, chunk_size: int) -> Sizes:
+        half = all(a.dtype == torch.bfloat16 for a in (q, k, v)) and not interpreted()
         size = max(16, power_of_two(chunk_size))
         return cls(K=q.shape[-1], V=v.shape[-1], C=chunk_size, BC=size, HALF=half, GLOW=g.dtype != torch.bfloat16)
 
@@ -60,14 +60,9 @@ class Sizes:
         return power_of_two(cdiv(self.K, self.block(self.K, LAUNCHES["increment"][0])))
 
     def block(self, size: int, largest: int) -> int:
-        """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long.
-
-        Warp-group products get blocks of 128 bytes at least: with 64, Triton 3.6 and 3.7 let them read past the end of shared
-        memory (triton-lang/triton, issue 11366), seen here as illegal accesses and results that did not repeat.
-        """
-        least = 16 if self.BC < 64 else 64 if self.HALF else 32
-        largest = largest // (1 if self.HALF else 2) // (2 if self.BC > 64 else 1)
-        return max(least, min(largest, power_of_two(size)))
+        """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long."""
+        cut = (1 if self.HALF else 2) * (2 if self.BC > 64 else 1)
+        return block_of(size, largest // cut, rows=self.BC, half=self.HALF)
 
     @property
     def levels(self) -> int:
@@ -166,7 +161,7 @@ def make_call(
     )  # fmt: skip
     return Call(
         kinds=[*kinds, routed], weight=aligned(weight.float()), v=v, scale=scale,
-        initial=None if initial is None else aligned(initial), sizes=Sizes.choose(q2, g2, v, chunk_size),
+        initial=None if initial is None else aligned(initial), sizes=Sizes.choose(q2, k2, g2, v, chunk_size),
     )  # fmt: skip
 
 
@@ -246,7 +241,7 @@ def mix_apart(c: Call, chunks: Chunks, dend: Tensor, do: Tensor) -> tuple[Tensor
     """Gradients of v and v2 [T,1|R,H,V] where the routed partitions have values of their own."""
     found = []
     for kind in c.kinds:
-        dv = c.v.new_empty((kind.num_rows, *c.v.shape[1:]))
+        dv = kind.v.new_empty((kind.num_rows, *c.v.shape[1:]))
         _mix_kind(c, kind, chunks, dend, dv, dv, do, add=False, last=True)
         found.append(dv)
     routed = c.kinds[-1]
@@ -267,10 +262,10 @@ def _mix_kind(
     grid = (kind.num_chunks * c.heads, cdiv(s.V, constants["BV"]))
     _MIX(grid, tensors, (c.heads, kind.first_chunk, *gates, c.scale), constants | dict(ADD=add, LAST=last))
     numbers = (c.heads, kind.first_chunk, kind.num_chunks, *gates, int(add), int(last), c.scale)
-    _MIX_STRONG(_few(c, kind), tensors, numbers, constants_of("mix strong", s) | own)
+    _MIX_STRONG(_strong_grid(c, kind), tensors, numbers, constants_of("mix strong", s) | own)
 
 
-def _few(c: Call, kind: Kind) -> tuple[int]:
+def _strong_grid(c: Call, kind: Kind) -> tuple[int]:
     """Programs of a launch that usually finds nothing to do."""
     return (min(264, c.heads * kind.num_chunks),)
 
@@ -290,7 +285,7 @@ def row_gradients(
     )  # fmt: skip
     numbers, gates = (kind.num_rows, c.heads, kind.first_chunk), (int(kind.read), int(kind.write), c.scale)
     _GRADIENT((kind.num_chunks * c.heads, blocks), tensors, (*numbers, *gates), constants)
-    _GRADIENT_STRONG(_few(c, kind), tensors, (*numbers, kind.num_chunks, *gates), constants | dict(num_stages=1))
+    _GRADIENT_STRONG(_strong_grid(c, kind), tensors, (*numbers, kind.num_chunks, *gates), constants | dict(num_stages=1))
     if not gated:
         return dq, dk, dg, own.new_zeros(kind.num_rows)
     by_head = sum_terms(dweight, 1, blocks, kind.num_rows * c.heads, torch.float32)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.triton_gla_launch import (
@@ -70,7 +71,7 @@ def _(
     (tokens, routes), sequences = index.shape, cu_seqlens.shape[0] - 1
     heads, key_dim, value_dim = v.shape[1], q2.shape[-1], v.shape[-1]
     chunks = sum(plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None))
-    sizes = Sizes.choose(q2, g2, v, chunk_size)
+    sizes = Sizes.choose(q2, k2, g2, v, chunk_size)
     streams = (sequences, 1 + num_partitions)
     return (
         v.new_empty(v.shape),
@@ -155,6 +156,7 @@ class _EagerGLA(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dfinal, *_):
         return _backward(_gradients, ctx, do, dfinal)
 

@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` binds, specialises and looks up every argument again at each launch, 70 microseconds for the kernels here on
 a slow host; a layer's forward and backward has two dozen of them. `Launch` does that once for a set of constants and dtypes and
-then calls the compiled kernel. It reaches into Triton 3.6's and 3.7's compiled kernels; other versions launch the ordinary way.
+then calls the compiled kernel. It reaches into Triton 3.6's compiled kernels; other versions launch the ordinary way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from posttrain.kernels.sse.checks import Inputs
 
 MAX_CHUNK, MAX_WIDTH = 128, 256
-_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+_KNOWN = triton.__version__.startswith("3.6.")
 
 
 class Launch:
@@ -38,12 +38,14 @@ class Launch:
         if 0 in grid:
             return
         device = tensors[0].device
-        if not _KNOWN or device.type != "cuda" or _hooked():
+        if not _KNOWN or device.type != "cuda" or interpreted() or _hooked():
             self.kernel[grid](*tensors, *numbers, **constants)
             return
-        key = (device.index, *constants.values(), *[a.dtype for a in tensors])
+        long = tuple(n >= 2**31 for n in numbers)  # another type to the kernel
+        key = (device.index, *constants.values(), *[a.dtype for a in tensors], long)
         found = self._compiled.get(key)
         if found is None:
+            self._check(len(tensors), numbers)
             compiled = self.kernel[grid](*tensors, *numbers, **constants)
             names = self.kernel.arg_names[len(tensors) + len(numbers) :]
             self._compiled[key] = compiled, tuple(constants[n] for n in names), compiled.run
@@ -52,6 +54,13 @@ class Launch:
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *numbers, *values)
+
+    def _check(self, first: int, numbers: tuple[int | float, ...]) -> None:
+        """An integer that Triton specialises on would let other values run this value's kernel."""
+        names = self.kernel.arg_names[first : first + len(numbers)]
+        free = {p.name for p in self.kernel.params if p.do_not_specialize}
+        special = [n for n, value in zip(names, numbers, strict=True) if isinstance(value, int) and n not in free]
+        assert not special, f"{special} must be in the kernel's do_not_specialize"
 
 
 def aligned(a: Tensor) -> Tensor:
@@ -68,6 +77,18 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def block_of(size: int, largest: int, *, rows: int, half: bool) -> int:
+    """The block of K or V that covers `size` columns, at most `largest`, beside chunks of `rows` rows.
+
+    A product whose left operand has 64 rows or more goes to a warp group, and then needs right operands of 128 bytes a row at
+    least: with 64, Triton 3.6 and 3.7 let it read past the end of shared memory (triton-lang/triton, issue 11366), seen here as
+    illegal accesses and results that did not repeat. Rows may be a chunk's or, in products for the state, key channels.
+    """
+    if rows < 64:
+        return max(16, min(largest, 32, power_of_two(size)))
+    return max(64 if half else 32, min(largest, power_of_two(size)))
 
 
 def _hooked() -> bool:

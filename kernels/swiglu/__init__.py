@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
 from posttrain.kernels.swiglu.reference import swiglu_reference
 
 __all__ = ["swiglu"]
@@ -28,5 +28,6 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: FusedBackend | None = None) -> 
     if takes_triton(gate, backend) and gate.numel():
         from posttrain.kernels.swiglu.triton_swiglu import TritonSwiGLU
 
-        return TritonSwiGLU.apply(gate, up)
+        with on_device_of(gate):
+            return TritonSwiGLU.apply(gate, up)
     return swiglu_reference(gate, up)

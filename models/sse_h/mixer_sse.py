@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from posttrain.kernels.pair_map import Map, log_decay, pair_map
 from posttrain.kernels.pair_map.reference import map_reference
 from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
-from posttrain.models.linear import Linear, RMSNorm, elementwise, is_plain, joint_linear, silu
+from posttrain.models.linear import Linear, RMSNorm, elementwise, has_hooks, is_plain, joint_linear, silu
 from posttrain.models.packing import Part
 from posttrain.models.sse_h.configuration import SSEHConfig
 
@@ -49,7 +49,7 @@ class NarrowProducts:
         self._x = x
         self._parts: dict[nn.Module, Tensor] = {}
         if x.is_cuda:
-            plain = [m for m in modules if is_plain(m) or (type(m) is nn.Sequential and not _hooked(m) and is_plain(m[0]))]
+            plain = [m for m in modules if is_plain(m) or (type(m) is nn.Sequential and not has_hooks(m) and is_plain(m[0]))]
             firsts = [m[0] if isinstance(m, nn.Sequential) else m for m in plain]
             self._parts = dict(zip(plain, joint_linear(x, firsts), strict=True)) if plain else {}
 
@@ -58,10 +58,6 @@ class NarrowProducts:
         if part is None:
             return module(self._x)
         return module[1](part) if isinstance(module, nn.Sequential) else part
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

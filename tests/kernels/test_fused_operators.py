@@ -1,6 +1,8 @@
 """The small fused operators, Triton (interpreted where there is no GPU) and PyTorch: every gradient against float64."""
 
+import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.kernels.backend import use_fused_backend
+from posttrain.kernels import backend as backends
+from posttrain.kernels.backend import on_device_of, use_fused_backend
 from posttrain.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from posttrain.kernels.linear_cross_entropy.chunked import _loss_and_gradient
 from posttrain.kernels.pair_map import log_decay, pair_map
-from posttrain.kernels.rms_norm import rms_norm
+from posttrain.kernels.rms_norm import MAX_WIDTH, rms_norm
 from posttrain.kernels.rotary import rotary
 from posttrain.kernels.swiglu import swiglu
 
@@ -158,6 +162,65 @@ def test_linear_cross_entropy_of_nothing_and_of_wrong_shapes():
         linear_cross_entropy(hidden, weight.double(), torch.zeros(3, dtype=torch.long))
 
 
+@pytest.mark.parametrize("items", [777, 1021])
+def test_linear_cross_entropy_scales_half_precision_gradients_in_full_precision(items):
+    """bf16 gradients round to 8 bits with no bias; a factor of 1 / items in bf16 would move all of them by up to 0.4%."""
+    hidden = randn(40, 32).to(DEVICE, torch.bfloat16).requires_grad_()
+    weight = randn(60, 32, seed=1, scale=0.5).to(DEVICE, torch.bfloat16)
+    targets = torch.randint(60, (40,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    (whole,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, chunk_rows=7), hidden)
+    (scaled,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, chunk_rows=7) / items, hidden)
+    assert scaled.dtype == torch.bfloat16
+    whole, scaled = whole.double().flatten(), scaled.double().flatten()
+    assert abs((whole @ scaled) / (whole @ whole) * items - 1) < 3e-4
+    torch.testing.assert_close(scaled, (whole / items).bfloat16().double(), rtol=2**-7, atol=0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("wrong", [-1, 50, 10**9])
+def test_linear_cross_entropy_of_a_target_out_of_range(backend, wrong):
+    hidden, weight = randn(5, 16).float().to(DEVICE).requires_grad_(), randn(50, 16, seed=1).float().to(DEVICE)
+    targets = torch.tensor([3, wrong, -100, 49, 0], device=DEVICE)
+    if backend == "torch" and DEVICE == "cpu":
+        with pytest.raises(ValueError, match=rf"\[0, 50\).*got {wrong}"):
+            linear_cross_entropy(hidden, weight, targets, backend=backend)
+        return
+    loss = linear_cross_entropy(hidden, weight, targets, backend=backend)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert loss.isnan()
+    assert gradient.isnan().any(1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_target_out_of_range_is_nan_in_its_own_row_alone(fused):
+    """What a GPU does, where looking at the targets first would make the host wait."""
+    logits, targets = randn(4, 50).float().to(DEVICE), torch.tensor([3, -1, -100, 50], device=DEVICE)
+    want = F.cross_entropy(logits[:1], targets[:1])
+    loss = _loss_and_gradient(logits, targets, -100, fused)
+    assert loss.isnan().tolist() == logits.isnan().all(1).tolist() == logits.isnan().any(1).tolist() == [False, True, False, True]
+    torch.testing.assert_close(loss[0], want)
+    assert loss[2] == 0 and not logits[2].any()
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: rms_norm(x, x[0, 0], 1e-6, backend="triton"),
+        lambda x: swiglu(x, x + 1, backend="triton"),
+        lambda x: rotary(x, x[:, :1, :4].detach(), x[:, :1, 4:].detach(), backend="triton"),
+        lambda x: pair_map(x, x + 1, "silu", backend="triton")[1],
+        lambda x: log_decay(x, 16.0, backend="triton"),
+    ],
+    ids=["rms_norm", "swiglu", "rotary", "pair_map", "log_decay"],
+)
+def test_second_derivatives_are_refused(operator):
+    """Triton's gradients have no graph: they would count as constants."""
+    x = randn(3, 2, 8).float().to(DEVICE).requires_grad_()
+    (first,) = torch.autograd.grad(operator(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 def test_backend_choice():
     x = torch.ones(2, 4)
     with pytest.raises(ValueError, match="'torch', 'triton' or None"):
@@ -167,3 +230,54 @@ def test_backend_choice():
     with use_fused_backend("triton"), pytest.raises(ValueError, match="float64"):
         swiglu(x.double(), x.double())
     assert torch.equal(swiglu(x.double(), x.double()), F.silu(x.double()))
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    x = torch.ones(2, MAX_WIDTH + 1)
+    with pytest.raises(ValueError, match=f"up to {MAX_WIDTH}, got {MAX_WIDTH + 1}"):
+        rms_norm(x.to(DEVICE), x[0].to(DEVICE), 1e-6, backend="triton")
+    assert rms_norm(x.to(DEVICE), x[0].to(DEVICE), 1e-6).shape == x.shape
+    monkeypatch.setattr(backends, "_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="needs tensors on a GPU, got cpu"):
+        swiglu(x, x, backend="triton")
+    with use_fused_backend("triton"), pytest.raises(ValueError, match="needs tensors on a GPU, got cpu"):
+        linear_cross_entropy(x, x, torch.zeros(2, dtype=torch.long))
+
+
+def test_launches_enter_the_device_of_their_tensors(monkeypatch):
+    x = randn(3, 2, 8).float().to(DEVICE)
+    entered: list[Tensor] = []
+
+    def watch(tensor: Tensor) -> Any:
+        entered.append(tensor)
+        return on_device_of(tensor)
+
+    for module in ("rms_norm", "swiglu", "rotary", "pair_map", "linear_cross_entropy"):
+        monkeypatch.setattr(importlib.import_module(f"posttrain.kernels.{module}"), "on_device_of", watch)
+    rms_norm(x, x[0, 0], 1e-6, backend="triton")
+    swiglu(x, x, backend="triton")
+    rotary(x, x[:, :1, :4], x[:, :1, 4:], backend="triton")
+    pair_map(x, x, "silu", backend="triton")
+    log_decay(x, 16.0, backend="triton")
+    linear_cross_entropy(x[:, 0], x[0], torch.zeros(3, dtype=torch.long, device=DEVICE), backend="triton")
+    assert len(entered) == 6
+    assert isinstance(on_device_of(x.cpu()), nullcontext)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one():
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        x = randn(3, 2, 8).float().to(device).requires_grad_()
+        y = (
+            rms_norm(x, x[0, 0], 1e-6)
+            + swiglu(x, x)
+            + rotary(x, x[:, :1, :4].detach(), x[:, :1, 4:].detach())
+            + log_decay(x, 16.0)
+        )
+        y = y + pair_map(x, x, "silu")[1]
+        loss = linear_cross_entropy(y[:, 0], y[0], torch.zeros(3, dtype=torch.long, device=device))
+        results.append([loss.detach().cpu(), torch.autograd.grad(loss, x)[0].cpu()])
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from posttrain.models.linear import Linear, RMSNorm, elementwise, silu
+from posttrain.models.linear import Linear, RMSNorm, elementwise, has_hooks, is_plain, silu
 
 KINDS = ["sse", "sse_gdn", "full_attention", "sliding_attention", "hybrid"]
 
@@ -33,6 +33,31 @@ def test_linear_is_nn_linear_for_gradients():
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)
     assert isinstance(layer, torch.nn.Linear)
+
+
+def _replace_forward(module):
+    """As Accelerate's `add_hook_to_module`."""
+    inner = module.forward
+    module.forward = lambda x: inner(x)
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [
+        _replace_forward,
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: module.register_forward_pre_hook(lambda *_: None),
+        lambda module: module.register_full_backward_hook(lambda *_: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+    ],
+    ids=["replaced forward", "forward", "forward pre", "backward", "backward pre"],
+)
+def test_watched_modules_are_called(watch):
+    layer, pair = Linear(4, 3, bias=False), torch.nn.Sequential(Linear(4, 2, bias=False), Linear(2, 3))
+    assert is_plain(layer) and not has_hooks(pair)
+    watch(layer)
+    watch(pair)
+    assert not is_plain(layer) and has_hooks(pair)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from posttrain.kernels.linear_cross_entropy import linear_cross_entropy
+from posttrain.models import loss
+from posttrain.models.linear import Linear, is_plain
 from posttrain.models.loading import new_model
 from posttrain.models.loss import chunked_cross_entropy
 
@@ -65,6 +68,23 @@ def test_chunked_cross_entropy_has_the_gradients_of_the_whole():
     whole = torch.autograd.grad(F.cross_entropy(head(hidden), targets), leaves)
     for a, b in zip(chunked, whole, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, [(100, 4096)]), (7, [(100, 7)])])
+def test_chunk_rows_reach_the_fused_loss(monkeypatch, given, used):
+    asked = []
+
+    def watch(hidden, weight, targets, *, chunk_rows, **options):
+        asked.append((hidden.shape[0], chunk_rows))
+        return linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk_rows, **options)
+
+    monkeypatch.setattr(loss, "_takes_fused", lambda hidden, head: is_plain(head))
+    monkeypatch.setattr(loss, "linear_cross_entropy", watch)
+    torch.manual_seed(0)
+    head, hidden, targets = Linear(16, 30, bias=False), torch.randn(100, 16), torch.randint(0, 30, (100,))
+    found = chunked_cross_entropy(hidden, targets, head, chunk_rows=given)
+    assert asked == used
+    torch.testing.assert_close(found, F.cross_entropy(head(hidden), targets))
 
 
 def test_logits_to_keep(make_model, batch):
