@@ -1,0 +1,70 @@
+"""Launches that skip Triton's specialisation rely on kernels that do not specialise on their integers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from posttrain.kernels.sse import sse
+from posttrain.kernels.sse.cases import Case, make_case
+from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of
+
+CHECK = """
+import importlib, json, sys
+from posttrain.kernels.sse.triton_launch import Launch
+for module, name, tensors, numbers in json.loads(sys.argv[1]):
+    Launch(getattr(importlib.import_module(module), name))._check(tensors, tuple(numbers))
+print("checked")
+"""
+
+
+def test_no_kernel_specialises_on_its_integers(monkeypatch, root):
+    """Interpreted kernels do not know their parameters, so the launches are recorded here and checked in another process."""
+    seen = {}
+    launch = Launch.__call__
+
+    def record(self, grid, tensors, numbers, constants):
+        function = self.kernel.fn
+        seen[function.__name__] = (function.__module__, function.__name__, len(tensors), list(numbers))
+        launch(self, grid, tensors, numbers, constants)
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    tensors, options = make_case(Case(lengths=(20, 5), routed=2))
+    names = Case(lengths=()).names
+    leaves = [tensors[n].requires_grad_() for n in names]
+    o, _ = sse(*leaves, tensors["weight"], tensors["index"], backend="triton", **options)
+    o.sum().backward()
+    assert {"gla_increment_kernel", "gla_scan_kernel", "gla_mix_kernel", "gla_gradient_kernel", "_place_kernel"} <= seen.keys()
+    environment = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, json.dumps(list(seen.values()))],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip() == "checked", done.stderr[-2000:]
+
+
+def test_a_tensor_off_the_16_byte_grid_is_copied():
+    whole = torch.arange(9.0)
+    view = whole[1:]
+    assert aligned(whole) is whole
+    assert torch.equal(aligned(view), view) and aligned(view).data_ptr() % 16 == 0
+    assert aligned(whole.view(3, 3).T).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("rows", "half", "size", "largest", "block"),
+    [
+        (64, True, 16, 128, 64),
+        (64, True, 256, 128, 128),
+        (64, False, 16, 64, 32),
+        (32, True, 128, 128, 32),
+        (16, False, 5, 64, 16),
+    ],
+)
+def test_blocks_beside_warp_groups_are_wide(rows, half, size, largest, block):
+    assert block_of(size, largest, rows=rows, half=half) == block
