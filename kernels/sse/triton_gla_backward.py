@@ -22,33 +22,25 @@ from posttrain.kernels.sse.triton_gla import any_strong, from_middle, halves, is
 
 
 @triton.jit
-def _gradients_of_chunk(
-    head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, dq, dk, dg, dweight,
-    num_rows, heads, read_gate, write_gate, scale, STRONG: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
-    HALF: tl.constexpr, GLOW: tl.constexpr,
+def _query_side(
+    head, chunk, k0, row, read, write, itself, q, k, g, do, boundary, dboundary, decay, dscores, dq, heads, read_gate, scale,
+    STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    XDIV: tl.constexpr, YDIV: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of a chunk in key columns [k0, k0 + BK): the side of the queries first, then the side of the keys, which reads
-    its rows again, because registers are what a program is short of."""
-    row = chunk_rows(rows, chunk, C, BC)
-    valid = row >= 0
-    source = row // XDIV
+    """Writes dq; do's source row is row // YDIV. -> what the queries send into dg [BC, BK], sum over V of S * D [BK], and the
+    queries' share of the weight's gradient [BC]."""
+    valid, source = row >= 0, row // XDIV
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    read, write = row_factor(weight, row, valid, scale, read_gate), row_factor(weight, row, valid, 1.0, write_gate)
-
     where, mask = score_offsets(chunk, head, heads, C, BC)
     scores = tl.load(dscores + where, mask=mask, other=0.0)
-    # A row's product with itself knows no decay: it is added after dg was made, where it would only leave rounding.
-    position = tl.arange(0, BC)
-    itself = tl.load(own + (chunk.to(tl.int64) * heads + head) * C + position, mask=position < C, other=0.0)
     gv = load_rows(g, source, valid, head, heads, K, k0, BK)
     kr = load_rows(k, source, valid, head, heads, K, k0, BK)
     qr = load_rows(q, source, valid, head, heads, K, k0, BK)
     dqv = tl.zeros([BC, BK], dtype=tl.float32)
     kept = tl.zeros([BK], dtype=tl.float32)
     for v0 in tl.static_range(0, V, BV):
-        dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
+        dov = load_rows(do, row // YDIV, valid, head, heads, V, v0, BV)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
         state = tl.load(boundary + where, mask=mask, other=0.0)
         dqv += dot(dov, tl.trans(state), HALF)
@@ -77,7 +69,20 @@ def _gradients_of_chunk(
     of_weight = tl.zeros([BC], dtype=tl.float32)
     if read_gate != 0:
         of_weight += tl.sum(qr * dqv, 1) * scale
+    return flow, kept, of_weight
 
+
+@triton.jit
+def _key_side(
+    head, chunk, k0, row, read, write, itself, flow, of_weight, q, k, g, v, dboundary, decay, dscores, dk, heads, write_gate,
+    STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    XDIV: tl.constexpr, YDIV: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Writes dk; v's source row is row // YDIV. -> flow less what the keys receive, what they send into the state [BC, BK], and
+    of_weight with the keys' share."""
+    valid, source = row >= 0, row // XDIV
+    i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
     where, mask = score_offsets(chunk, head, heads, C, BC)
     scores = tl.load(dscores + tl.trans(where), mask=mask, other=0.0)
     gv = load_rows(g, source, valid, head, heads, K, k0, BK)
@@ -111,6 +116,34 @@ def _gradients_of_chunk(
     store_rows(dk, dkv * write[:, None], row, valid, head, heads, K, k0, BK)
     if write_gate != 0:
         of_weight += tl.sum(kr * dkv, 1)
+    return flow, to_state, of_weight
+
+
+@triton.jit
+def _gradients_of_chunk(
+    head, chunk, k0, rows, q, k, g, v, do, weight, boundary, dboundary, decay, dscores, own, dq, dk, dg, dweight,
+    num_rows, heads, read_gate, write_gate, scale, STRONG: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, ODIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of a chunk in key columns [k0, k0 + BK): the side of the queries first, then the side of the keys, which reads
+    its rows again, because registers are what a program is short of."""
+    row = chunk_rows(rows, chunk, C, BC)
+    valid = row >= 0
+    i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    read, write = row_factor(weight, row, valid, scale, read_gate), row_factor(weight, row, valid, 1.0, write_gate)
+    # A row's product with itself knows no decay: it is added after dg was made, where it would only leave rounding.
+    position = tl.arange(0, BC)
+    itself = tl.load(own + (chunk.to(tl.int64) * heads + head) * C + position, mask=position < C, other=0.0)
+    flow, kept, of_weight = _query_side(
+        head, chunk, k0, row, read, write, itself, q, k, g, do, boundary, dboundary, decay, dscores, dq, heads, read_gate, scale,
+        STRONG, K, V, C, XDIV, ODIV, HALF, GLOW, BC, BK, BV, LEVELS,
+    )  # fmt: skip
+    flow, to_state, of_weight = _key_side(
+        head, chunk, k0, row, read, write, itself, flow, of_weight, q, k, g, v, dboundary, decay, dscores, dk, heads, write_gate,
+        STRONG, K, V, C, XDIV, YDIV, HALF, GLOW, BC, BK, BV, LEVELS,
+    )  # fmt: skip
     if (read_gate + write_gate) != 0:
         where_weight = ((k0 // BK) * num_rows + row).to(tl.int64) * heads + head
         tl.store(dweight + where_weight, of_weight, mask=valid)

@@ -83,7 +83,7 @@ def block_of(size: int, largest: int, *, rows: int, half: bool) -> int:
     """The block of K or V that covers `size` columns, at most `largest`, beside chunks of `rows` rows.
 
     A product whose left operand has 64 rows or more goes to a warp group, and then needs right operands of 128 bytes a row at
-    least: with 64, Triton 3.6 and 3.7 let it read past the end of shared memory (triton-lang/triton, issue 11366), seen here as
+    least: with 64, Triton 3.6 and 3.7 let it read past the end of shared memory (triton-lang/triton#11366), seen here as
     illegal accesses and results that did not repeat. Rows may be a chunk's or, in products for the state, key channels.
     """
     if rows < 64:
