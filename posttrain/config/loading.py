@@ -162,6 +162,7 @@ def _override(content: dict[str, Any], marks: Marks, text: str) -> None:
             continue
         if target.get(key) is None:
             target[key] = {}
+            marks[_key(".".join(keys[: depth + 1]))] = f"override {text!r}"
         target = target[key]
         if not isinstance(target, dict | list):
             raise ConfigError(f"override {text!r}: {'.'.join(keys[: depth + 1])} is a value ({target!r}), not a section")

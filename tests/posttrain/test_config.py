@@ -269,6 +269,10 @@ def test_bad_overrides(write, override: str) -> None:
     assert "override" in message(write, override)
 
 
+def test_a_section_that_an_override_made_up_is_the_overrides_fault(write) -> None:
+    assert message(write, "grpo.foo.bar=1").startswith("override 'grpo.foo.bar=1': grpo.foo: unknown key")
+
+
 def test_missing_recipe_names_the_nearest(write) -> None:
     path = write(BASE, "demo.yaml")
     with pytest.raises(ConfigError, match=r"no such recipe; did you mean demo.yaml\?"):
