@@ -32,6 +32,7 @@ Backend = Literal["reference", "torch", "triton"]
 
 __all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend", "use_backend"]
 
+_HAS_TRITON = find_spec("triton") is not None  # absent from some platforms
 _default_backend: Backend | None = None
 
 
@@ -243,10 +244,8 @@ def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_s
 
 
 def _triton_serves(x: Inputs) -> bool:
-    """Whether an unasked call goes to Triton; imported here because Triton is absent from some platforms."""
-    if not x.v.is_cuda or x.v.shape[0] == 0 or find_spec("triton") is None:
-        return False
-    if x.is_gdn:  # its kernels are right in the interpreter; on a GPU not every size has passed yet
+    """Whether an unasked call goes to Triton."""
+    if not x.v.is_cuda or x.v.shape[0] == 0 or not _HAS_TRITON:
         return False
     from posttrain.kernels.sse.triton_launch import unsupported
 
@@ -262,7 +261,7 @@ def _say_once(text: str) -> None:
 
 
 def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:
-    if find_spec("triton") is None:
+    if not _HAS_TRITON:
         raise ValueError("backend='triton' was asked for, but the package triton is not installed")
     from posttrain.kernels.sse.triton_launch import unsupported
 

@@ -29,26 +29,55 @@ def dot(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def rounded(a, HALF: tl.constexpr):
-    """a as a product sees it, in fp32."""
-    if HALF:
-        return a.to(tl.bfloat16).to(tl.float32)
-    else:
-        return a
+def dot_apart(a, b, heads, TAG: tl.constexpr, HALF: tl.constexpr):
+    """`dot` whose result comes out of a branch; it is always taken, since heads > 0.
+
+    Where a product's result reaches another product, Triton lays all warps along its rows, and those beyond four to 64 rows
+    compute the same. It does not look through branches. TAG: another number (0 or more) at every place in a kernel, or the
+    branches would be merged.
+    """
+    result = tl.zeros([a.shape[0], b.shape[1]], dtype=tl.float32)
+    if heads > -TAG:
+        result = dot(a, b, HALF)
+    return result
 
 
 @triton.jit
-def row_sums(which, a, HALF: tl.constexpr, LOW: tl.constexpr):
-    """which [M, BC] of -1, 0, 1, times a [BC, BK] fp32, exact to at least 16 bits of each element of a."""
+def dot_tf32(a, b, HALF: tl.constexpr):
+    """A product of fp32 operands in tf32 (11 bits of each) where HALF, else as exact as `dot`."""
     if HALF:
-        mask = which.to(tl.bfloat16)
-        high = a.to(tl.bfloat16)
-        total = tl.dot(mask, high)
-        if LOW:
-            total += tl.dot(mask, (a - high.to(tl.float32)).to(tl.bfloat16))
-        return total
+        return tl.dot(a, b, input_precision="tf32")
     else:
-        return tl.dot(which.to(tl.float32), a, input_precision="tf32x3")
+        return dot(a, b, HALF)
+
+
+@triton.jit
+def upper_bits(a):
+    """a cut to the bits of bf16, in fp32; what is left, again in bf16, makes 16 bits of a together."""
+    return (a.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fine_dot(a, b, heads, TAG: tl.constexpr, HALF: tl.constexpr):
+    """`dot` with 16 bits of a."""
+    if HALF:
+        high = upper_bits(a)
+        return dot_apart(a - high, b, heads, TAG, HALF) + dot(high, b, HALF)
+    else:
+        return dot(a, b, HALF)
+
+
+@triton.jit
+def row_sums(which, a, heads, TAG: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr):
+    """which [M, BC] of -1, 0, 1, times a [BC, BK] fp32, exact to 16 bits of each element of a."""
+    if HALF:
+        if LOW:
+            high = upper_bits(a)
+            return dot_apart(which, a - high, heads, TAG, HALF) + dot(which, high, HALF)
+        else:
+            return dot(which, a, HALF)
+    else:
+        return tl.dot(which, a, input_precision="tf32x3")
 
 
 @triton.jit

@@ -49,7 +49,9 @@ class Sizes:
         """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts."""
         cut = (1 if self.HALF else 2) * (2 if self.BC > 64 else 1)
         blocks = dict(BK=self.block(self.K, key_block // cut), BV=self.block(self.V, value_block // cut))
-        return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=2)
+        # Two stages of chunks longer than 64 exceed a Hopper multiprocessor's shared memory.
+        stages = 2 if self.BC <= 64 else 1
+        return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=stages)
 
     def sequential(self) -> dict[str, Any]:
         """Of a kernel along streams, which holds all K rows of a state; few columns, since the steps wait for each other."""

@@ -31,7 +31,9 @@ from posttrain.kernels.sse.triton_common import (
     chunk_rows,
     column_sums,
     dot,
+    dot_apart,
     exp,
+    fine_dot,
     is_empty,
     load_rows,
     load_rows_transposed,
@@ -47,10 +49,15 @@ MIDDLE_SPLIT_LIMIT = tl.constexpr(60.0)
 
 
 @triton.jit
-def from_middle(g, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr):
-    """Log decay of each row relative to the chunk's middle row [BC, BK]: negative after it, positive before."""
+def from_middle(g, heads, TAG: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr):
+    """Log decay of each row relative to the chunk's middle row [BC, BK]: negative after it, positive before. It comes out of a
+    branch, as results of `dot_apart` do; TAG and the next number are taken."""
     i, t = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    return row_sums((t <= i).to(tl.float32) - (t <= BC // 2).to(tl.float32), g, HALF, LOW)
+    relative = tl.zeros([BC, g.shape[1]], dtype=tl.float32)
+    if heads > -TAG:
+        which = (t <= i).to(tl.float32) - (t <= BC // 2).to(tl.float32)
+        relative = row_sums(which, g, heads, TAG + 1, HALF, LOW)
+    return relative
 
 
 @triton.jit
@@ -62,7 +69,7 @@ def load_decays(decay, chunk, head, heads, K: tl.constexpr, k0, BK: tl.constexpr
 
 
 @triton.jit
-def halves(g, level, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr):
+def halves(g, level, heads, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr):
     """Blocks of 2**level rows, taken in pairs: which rows lie in the second of a pair, and exp of each row's decay from or to
     the cut between the two, both exponents never positive."""
     i, t = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
@@ -70,7 +77,7 @@ def halves(g, level, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr):
     second = (i // size) % 2 == 1
     cut = (i // (2 * size)) * (2 * size) + size - 1
     between = tl.where(second, (t > cut) & (t <= i), (t > i) & (t <= cut))
-    return second, exp(row_sums(between.to(tl.float32), g, HALF, LOW))
+    return second, exp(row_sums(between.to(tl.float32), g, heads, 0, HALF, LOW))
 
 
 @triton.jit
@@ -81,13 +88,13 @@ def same_pair(level, BC: tl.constexpr):
 
 @triton.jit
 def nested_scores(
-    q, k, g, TRANSPOSED: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr, LEVELS: tl.constexpr
+    q, k, g, heads, TRANSPOSED: tl.constexpr, HALF: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr, LEVELS: tl.constexpr
 ):
     """A [i, j], or its transpose, for decays of any strength."""
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
     scores = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
     for level in range(LEVELS):
-        second, decay = halves(g, level, HALF, LOW, BC)
+        second, decay = halves(g, level, heads, HALF, LOW, BC)
         upper, lower = tl.where(second, q * decay, 0.0), tl.where(second, 0.0, k * decay)
         if TRANSPOSED:
             part = dot(lower, tl.trans(upper), HALF)
@@ -129,8 +136,8 @@ def gla_increment_kernel(
     from its start and y = do. Grid (chunks * H, K blocks * V blocks).
 
     The forward also writes the chunk's log decay to its middle row and to its end [NC,H,2,K] and, where it is too strong for the
-    plain product in a block of K, a 1 into strong [NC,H,FLAGS]; the backward the products do_i . v_j, in dscores [NC,H,C,C] those
-    of j < i, in own [NC,H,C] fp32 those of j = i."""
+    plain product in a block of K, a 1 into strong [NC,H,FLAGS]; the backward the products do_i . v_j, in dscores [NC,H,C,C] those of
+    j < i, in own [NC,H,C] those of j = i, both fp32."""
     head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
     if is_empty(rows, chunk, C):
         return
@@ -160,7 +167,7 @@ def gla_increment_kernel(
             yv = load_rows(y, row // YDIV, valid, head, heads, V, v1, BV)
             product += dot(yv, tl.trans(load_rows(v, row // VDIV, valid, head, heads, V, v1, BV)), HALF)
         where_score, inside = score_offsets(chunk, head, heads, C, BC)
-        tl.store(dscores + where_score, tl.where(t > j, product, 0.0).to(dscores.dtype.element_ty), mask=inside)
+        tl.store(dscores + where_score, tl.where(t > j, product, 0.0), mask=inside)
         i = tl.arange(0, BC)
         itself = tl.sum(tl.where(t == j, product, 0.0), 1)
         tl.store(own + (chunk.to(tl.int64) * heads + head) * C + i, itself, mask=i < C)
@@ -220,30 +227,35 @@ def _mixed_rows(
     scores = tl.zeros([BC, BC], dtype=tl.float32)
     result = tl.zeros([BC, BV], dtype=tl.float32)
     for k0 in tl.static_range(0, K, BK):
+        gv = load_rows(g, row // XDIV, valid, head, heads, K, k0, BK)
         qv = load_rows(q, row // XDIV, valid, head, heads, K, k0, BK) * read[:, None]
         kv = load_rows(k, row // XDIV, valid, head, heads, K, k0, BK) * write[:, None]
-        gv = load_rows(g, row // XDIV, valid, head, heads, K, k0, BK)
-        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        block = tl.load(state + where, mask=mask, other=0.0)
         if STRONG:
-            scores += nested_scores(qv, kv, gv, BACKWARD, HALF, GLOW, BC, LEVELS)
+            scores += nested_scores(qv, kv, gv, heads, BACKWARD, HALF, GLOW, BC, LEVELS)
             if BACKWARD:
-                edge = kv * exp(row_sums((j > i).to(tl.float32), gv, HALF, GLOW))
+                edge = kv * exp(row_sums((j > i).to(tl.float32), gv, heads, 0, HALF, GLOW))
             else:
-                edge = qv * exp(row_sums((j <= i).to(tl.float32), gv, HALF, GLOW))
+                edge = qv * exp(row_sums((j <= i).to(tl.float32), gv, heads, 0, HALF, GLOW))
         else:
-            relative = from_middle(gv, HALF, GLOW, BC)
+            relative = from_middle(gv, heads, 0, HALF, GLOW, BC)
             to_middle, total = load_decays(decay, chunk, head, heads, K, k0, BK)
             qs, ks = qv * exp(relative), kv * exp(-relative)
             if BACKWARD:
-                scores += dot(ks, tl.trans(qs), HALF)
+                scores += dot_apart(ks, tl.trans(qs), heads, 2, HALF)
                 edge = ks * exp(total - to_middle)[None, :]
             else:
-                scores += dot(qs, tl.trans(ks), HALF)
+                scores += dot_apart(qs, tl.trans(ks), heads, 2, HALF)
                 edge = qs * exp(to_middle)[None, :]
-        result += dot(edge, block, HALF)
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        block = tl.load(state + where, mask=mask, other=0.0)
+        result += dot_apart(edge, block, heads, 3, HALF)
     scores = tl.where((j >= i) if BACKWARD else (i >= j), scores, 0.0)
-    result += dot(scores, load_rows(y, row // YDIV, valid, head, heads, V, v0, BV), HALF)
+    yv = load_rows(y, row // YDIV, valid, head, heads, V, v0, BV)
+    if BACKWARD:
+        # In o the rounding of the scores is lost beside the output's own; in dv it would be the largest of all.
+        result += fine_dot(scores, yv, heads, 4, HALF)
+    else:
+        result += dot(scores, yv, HALF)
     add_up(part, out, result, row, valid, head, heads, V, v0, BV, add, last)
 
 

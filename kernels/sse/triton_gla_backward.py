@@ -7,11 +7,11 @@ import triton.language as tl
 
 from posttrain.kernels.sse.triton_common import (
     chunk_rows,
-    dot,
+    dot_apart,
+    dot_tf32,
     exp,
     is_empty,
     load_rows,
-    rounded,
     row_factor,
     row_sums,
     score_offsets,
@@ -23,100 +23,87 @@ from posttrain.kernels.sse.triton_gla import any_strong, from_middle, halves, is
 
 @triton.jit
 def _query_side(
-    head, chunk, k0, row, read, write, itself, q, k, g, do, boundary, dboundary, decay, dscores, dq, heads, read_gate, scale,
-    STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    XDIV: tl.constexpr, YDIV: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+    head, chunk, k0, row, read, write, itself, scores, relative, q, k, g, do, boundary, dboundary, decay, dq, heads, read_gate,
+    scale, STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq; do's source row is row // YDIV. -> what the queries send into dg [BC, BK], sum over V of S * D [BK], and the
-    queries' share of the weight's gradient [BC]."""
+    """Writes dq; do's source row is row // YDIV. -> what the queries send into dg [BC, BK], the end state's share of dg [BK], and
+    the queries' share of the weight's gradient [BC]."""
     valid, source = row >= 0, row // XDIV
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    where, mask = score_offsets(chunk, head, heads, C, BC)
-    scores = tl.load(dscores + where, mask=mask, other=0.0)
-    gv = load_rows(g, source, valid, head, heads, K, k0, BK)
-    kr = load_rows(k, source, valid, head, heads, K, k0, BK)
-    qr = load_rows(q, source, valid, head, heads, K, k0, BK)
     dqv = tl.zeros([BC, BK], dtype=tl.float32)
     kept = tl.zeros([BK], dtype=tl.float32)
+    to_middle, total = load_decays(decay, chunk, head, heads, K, k0, BK)
     for v0 in tl.static_range(0, V, BV):
         dov = load_rows(do, row // YDIV, valid, head, heads, V, v0, BV)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
         state = tl.load(boundary + where, mask=mask, other=0.0)
-        dqv += dot(dov, tl.trans(state), HALF)
+        dqv += dot_apart(dov, tl.trans(state), heads, 4, HALF)
         kept += tl.sum(state.to(tl.float32) * tl.load(dboundary + where, mask=mask, other=0.0).to(tl.float32), 1)
-    qv, kv = qr * read[:, None], kr * write[:, None]
+    kept *= exp(total)
+    kv = load_rows(k, source, valid, head, heads, K, k0, BK) * write[:, None]
     if STRONG:
-        dqv *= exp(row_sums((j <= i).to(tl.float32), gv, HALF, GLOW))
-        flow = qv * dqv
+        gv = load_rows(g, source, valid, head, heads, K, k0, BK)
+        qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
+        dqv *= exp(row_sums((j <= i).to(tl.float32), gv, heads, 0, HALF, GLOW))
         for level in range(LEVELS):
-            second, factor = halves(gv, level, HALF, GLOW, BC)
+            second, factor = halves(gv, level, heads, HALF, GLOW, BC)
             lower = tl.where(second, 0.0, kv * factor)
-            sent = tl.where(second, dot(tl.where(same_pair(level, BC), scores, 0.0), lower, HALF), 0.0)
-            dqv += sent * factor
-            flow += rounded(qv * factor, HALF) * sent
+            sent = dot_tf32(tl.where(same_pair(level, BC), scores, 0.0), lower, HALF)
+            dqv += tl.where(second, sent * factor, 0.0)
     else:
-        relative = from_middle(gv, HALF, GLOW, BC)
         growth = exp(relative)
-        sent = dot(scores, kv * exp(-relative), HALF)
-        to_middle, _ = load_decays(decay, chunk, head, heads, K, k0, BK)
-        dqv *= growth * exp(to_middle)[None, :]
-        # The rounded factors of both sides' products: what one row sends and another receives cancels exactly in dg.
-        flow = qv * dqv + rounded(qv * growth, HALF) * sent
-        dqv += sent * growth
+        dqv = dqv * (growth * exp(to_middle)[None, :]) + dot_tf32(scores, kv * exp(-relative), HALF) * growth
+        qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
+    flow = qv * dqv
     dqv += itself[:, None] * kv
     store_rows(dq, dqv * read[:, None], row, valid, head, heads, K, k0, BK)
     of_weight = tl.zeros([BC], dtype=tl.float32)
     if read_gate != 0:
-        of_weight += tl.sum(qr * dqv, 1) * scale
+        of_weight += tl.sum(load_rows(q, source, valid, head, heads, K, k0, BK) * dqv, 1) * scale
     return flow, kept, of_weight
 
 
 @triton.jit
 def _key_side(
-    head, chunk, k0, row, read, write, itself, flow, of_weight, q, k, g, v, dboundary, decay, dscores, dk, heads, write_gate,
-    STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    XDIV: tl.constexpr, YDIV: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
+    head, chunk, k0, row, read, write, itself, scores, relative, q, k, g, v, dboundary, decay, dk, heads, write_gate,
+    STRONG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr,
+    HALF: tl.constexpr, GLOW: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk; v's source row is row // YDIV. -> flow less what the keys receive, what they send into the state [BC, BK], and
-    of_weight with the keys' share."""
+    """Writes dk; v's source row is row // YDIV. -> what the keys receive from the chunk's queries, what they send into the end
+    state, both [BC, BK], and their share of the weight's gradient [BC]."""
     valid, source = row >= 0, row // XDIV
     i, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    where, mask = score_offsets(chunk, head, heads, C, BC)
-    scores = tl.load(dscores + tl.trans(where), mask=mask, other=0.0)
-    gv = load_rows(g, source, valid, head, heads, K, k0, BK)
-    qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
-    kr = load_rows(k, source, valid, head, heads, K, k0, BK)
-    kv = kr * write[:, None]
     dkv = tl.zeros([BC, BK], dtype=tl.float32)
     for v0 in tl.static_range(0, V, BV):
         yv = load_rows(v, row // YDIV, valid, head, heads, V, v0, BV)
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        dkv += dot(yv, tl.trans(tl.load(dboundary + where, mask=mask, other=0.0)), HALF)
+        dkv += dot_apart(yv, tl.trans(tl.load(dboundary + where, mask=mask, other=0.0)), heads, 5, HALF)
+    kv = load_rows(k, source, valid, head, heads, K, k0, BK) * write[:, None]
+    qv = load_rows(q, source, valid, head, heads, K, k0, BK) * read[:, None]
     if STRONG:
-        dkv *= exp(row_sums((j > i).to(tl.float32), gv, HALF, GLOW))
+        gv = load_rows(g, source, valid, head, heads, K, k0, BK)
+        dkv *= exp(row_sums((j > i).to(tl.float32), gv, heads, 0, HALF, GLOW))
         to_state = kv * dkv
+        inside = tl.zeros([BC, BK], dtype=tl.float32)
         for level in range(LEVELS):
-            second, factor = halves(gv, level, HALF, GLOW, BC)
+            second, factor = halves(gv, level, heads, HALF, GLOW, BC)
             upper = tl.where(second, qv * factor, 0.0)
-            sent = tl.where(second, 0.0, dot(tl.where(same_pair(level, BC), scores, 0.0), upper, HALF))
-            dkv += sent * factor
-            flow -= rounded(kv * factor, HALF) * sent
+            received = dot_tf32(tl.where(same_pair(level, BC), tl.trans(scores), 0.0), upper, HALF)
+            inside += tl.where(second, 0.0, received * factor)
     else:
-        relative = from_middle(gv, HALF, GLOW, BC)
-        shrink = exp(-relative)
-        sent = dot(scores, qv * exp(relative), HALF)
         to_middle, total = load_decays(decay, chunk, head, heads, K, k0, BK)
+        shrink = exp(-relative)
         dkv *= shrink * exp(total - to_middle)[None, :]
         to_state = kv * dkv
-        flow -= rounded(kv * shrink, HALF) * sent
-        dkv += sent * shrink
-    dkv += itself[:, None] * qv
+        inside = dot_tf32(tl.trans(scores), qv * exp(relative), HALF) * shrink
+    received = kv * inside
+    dkv += inside + itself[:, None] * qv
     store_rows(dk, dkv * write[:, None], row, valid, head, heads, K, k0, BK)
+    of_weight = tl.zeros([BC], dtype=tl.float32)
     if write_gate != 0:
-        of_weight += tl.sum(kr * dkv, 1)
-    return flow, to_state, of_weight
+        of_weight += tl.sum(load_rows(k, source, valid, head, heads, K, k0, BK) * dkv, 1)
+    return received, to_state, of_weight
 
 
 @triton.jit
@@ -136,25 +123,35 @@ def _gradients_of_chunk(
     # A row's product with itself knows no decay: it is added after dg was made, where it would only leave rounding.
     position = tl.arange(0, BC)
     itself = tl.load(own + (chunk.to(tl.int64) * heads + head) * C + position, mask=position < C, other=0.0)
-    flow, kept, of_weight = _query_side(
-        head, chunk, k0, row, read, write, itself, q, k, g, do, boundary, dboundary, decay, dscores, dq, heads, read_gate, scale,
-        STRONG, K, V, C, XDIV, ODIV, HALF, GLOW, BC, BK, BV, LEVELS,
-    )  # fmt: skip
-    flow, to_state, of_weight = _key_side(
-        head, chunk, k0, row, read, write, itself, flow, of_weight, q, k, g, v, dboundary, decay, dscores, dk, heads, write_gate,
-        STRONG, K, V, C, XDIV, YDIV, HALF, GLOW, BC, BK, BV, LEVELS,
-    )  # fmt: skip
+    where, mask = score_offsets(chunk, head, heads, C, BC)
+    flow, to_state = tl.zeros([BC, BK], dtype=tl.float32), tl.zeros([BC, BK], dtype=tl.float32)
+    kept, of_weight = tl.zeros([BK], dtype=tl.float32), tl.zeros([BC], dtype=tl.float32)
+    relative = flow
+    if not STRONG:
+        relative = from_middle(load_rows(g, row // XDIV, valid, head, heads, K, k0, BK), heads, 0, HALF, GLOW, BC)
+    if heads > -2:  # so that products before it do not reach those for dg, see `dot_apart`
+        scores = tl.load(dscores + where, mask=mask, other=0.0)
+        flow, kept, of_weight = _query_side(
+            head, chunk, k0, row, read, write, itself, scores, relative, q, k, g, do, boundary, dboundary, decay, dq, heads,
+            read_gate, scale, STRONG, K, V, XDIV, ODIV, HALF, GLOW, BC, BK, BV, LEVELS,
+        )  # fmt: skip
+        received, to_state, of_keys = _key_side(
+            head, chunk, k0, row, read, write, itself, scores, relative, q, k, g, v, dboundary, decay, dk, heads,
+            write_gate, STRONG, K, V, XDIV, YDIV, HALF, GLOW, BC, BK, BV, LEVELS,
+        )  # fmt: skip
+        of_weight += of_keys
+        flow -= received
+        if not STRONG:
+            kept += tl.sum(to_state, 0)
+            flow -= to_state
+            to_state = tl.zeros([BC, BK], dtype=tl.float32)
     if (read_gate + write_gate) != 0:
         where_weight = ((k0 // BK) * num_rows + row).to(tl.int64) * heads + head
         tl.store(dweight + where_weight, of_weight, mask=valid)
-    kept *= exp(load_decays(decay, chunk, head, heads, K, k0, BK)[1])
+    dgv = row_sums((j >= i).to(tl.float32), flow, heads, 3, HALF, True)
     if STRONG:
-        dgv = row_sums((j >= i).to(tl.float32), flow, HALF, True) + row_sums((j < i).to(tl.float32), to_state, HALF, True)
-    else:
-        dgv = row_sums((j >= i).to(tl.float32), flow - to_state, HALF, True)
-        kept += tl.sum(to_state, 0)
-    dgv += kept[None, :]
-    store_rows(dg, dgv, row, valid, head, heads, K, k0, BK)
+        dgv += row_sums((j < i).to(tl.float32), to_state, heads, 6, HALF, True)
+    store_rows(dg, dgv + kept[None, :], row, valid, head, heads, K, k0, BK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "heads", "first_chunk", "read_gate", "write_gate"])

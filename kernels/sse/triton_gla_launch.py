@@ -19,14 +19,15 @@ from posttrain.kernels.sse.triton_gla_backward import gla_gradient_kernel, gla_g
 from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
-# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; more
-# warps would only hold copies of them. The increment's and the scan's rows are key channels.
+# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. 128 registers let two programs of 8 warps
+# share a multiprocessor, which hides more waiting than their few spills cost. The increment's and the scan's rows are key channels.
 LAUNCHES: dict[str, tuple[int, int, dict[str, int]]] = {
     "increment": (128, 128, dict(num_warps=8)),
     "scan": (8, 128, dict(num_warps=4, STAGES=4)),
-    "mix": (128, 128, dict(num_warps=4)),
+    "mix": (128, 128, dict(num_warps=8, maxnreg=128)),
     "mix strong": (64, 128, dict(num_warps=4, num_stages=1)),
-    "gradient": (64, 64, dict(num_warps=4)),
+    "gradient": (64, 64, dict(num_warps=8, maxnreg=128)),
+    "gradient strong": (64, 64, dict(num_warps=4, num_stages=1)),
 }
 _INCREMENT, _SCAN = Launch(gla_increment_kernel), Launch(gla_scan_kernel)
 _MIX, _MIX_STRONG = Launch(gla_mix_kernel), Launch(gla_mix_strong_kernel)
@@ -71,18 +72,23 @@ class Sizes:
 
 @cache
 def constants_of(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Constants and options of a kernel's launch, not to be changed in place. Longer chunks take twice the warps, save in
-    increments; the scan has no products, and blocks of plain rows."""
+    """Constants and options of a kernel's launch, not to be changed in place. Longer chunks take twice the warps, shorter ones
+    half, save in increments; the scan has no products, and blocks of plain rows."""
     key_block, value_block, options = LAUNCHES[name]
     if name == "scan":
         columns = min(value_block, max(16, power_of_two(sizes.V)))
         return dict(K=sizes.K, V=sizes.V, BK=key_block, BV=columns) | options
     own = {f.name: getattr(sizes, f.name) for f in fields(sizes)} | dict(FLAGS=sizes.flags)
     own |= dict(BK=sizes.block(sizes.K, key_block), BV=sizes.block(sizes.V, value_block)) | options
-    if name != "increment" and sizes.BC > 64:
+    if name == "increment":
+        if own["BK"] * own["BV"] <= 8192:
+            own["num_warps"] = 4
+    elif sizes.BC > 64:
         own["num_warps"] *= 2
-    elif name == "increment" and own["BK"] * own["BV"] <= 8192:
+    elif sizes.BC < 64:
         own["num_warps"] = 4
+    if not sizes.HALF:
+        own.pop("maxnreg", None)
     return own
 
 
@@ -192,8 +198,7 @@ def _increments(c: Call, chunks: Chunks, do: Tensor | None = None) -> tuple[Tens
     s, backward = c.sizes, do is not None
     shape = (chunks.plan.rows.shape[0], c.heads)
     increment = torch.empty(*shape, s.K, s.V, dtype=torch.float32, device=c.v.device)
-    dscores = torch.empty((*shape, s.C, s.C) if backward else (0,), dtype=s.stored, device=c.v.device)
-    own = increment.new_empty((*shape, s.C) if backward else (0,))
+    dscores, own = (increment.new_empty(a if backward else 0) for a in ((*shape, s.C, s.C), (*shape, s.C)))
     constants = constants_of("increment", s) | dict(BACKWARD=backward)
     blocks = cdiv(s.K, constants["BK"]) * cdiv(s.V, constants["BV"])
     for kind in c.kinds:
@@ -275,7 +280,8 @@ def row_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dg [rows, H, K], dweight [rows] fp32 (zero without a gate)."""
     s = c.sizes
-    constants = constants_of("gradient", s) | dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
+    own_constants = dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
+    constants, strong = constants_of("gradient", s) | own_constants, constants_of("gradient strong", s) | own_constants
     blocks, gated = cdiv(s.K, constants["BK"]), kind.read or kind.write
     dq, dk, dg = (a.new_empty((kind.num_rows, *a.shape[1:])) for a in (kind.q, kind.k, kind.g))
     dweight = own.new_empty((blocks, kind.num_rows, c.heads) if gated else (0,))
@@ -285,7 +291,7 @@ def row_gradients(
     )  # fmt: skip
     numbers, gates = (kind.num_rows, c.heads, kind.first_chunk), (int(kind.read), int(kind.write), c.scale)
     _GRADIENT((kind.num_chunks * c.heads, blocks), tensors, (*numbers, *gates), constants)
-    _GRADIENT_STRONG(_strong_grid(c, kind), tensors, (*numbers, kind.num_chunks, *gates), constants | dict(num_stages=1))
+    _GRADIENT_STRONG(_strong_grid(c, kind), tensors, (*numbers, kind.num_chunks, *gates), strong)
     if not gated:
         return dq, dk, dg, own.new_zeros(kind.num_rows)
     by_head = sum_terms(dweight, 1, blocks, kind.num_rows * c.heads, torch.float32)
