@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -168,7 +169,7 @@ def sse_extend(
     weight: Tensor,
     index: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     state: ChunkState,
     slots: Tensor,
     num_partitions: int,
@@ -182,6 +183,7 @@ def sse_extend(
     Prefill is this on a reset slot; decoding is this with one token a sequence, which takes a faster path.
 
     Args:
+        cu_seqlens: as in `sse`; None says one token a sequence, without a copy to the device: fit for a CUDA graph.
         state: the layer's decode state, updated in place; its chunk size is the grid's.
         slots: [S] int64, sequence s continues slot slots[s]; distinct.
         strict: one-token calls too compute whole chunks, so that outputs are bitwise those of `sse` on the CPU.
@@ -193,10 +195,10 @@ def sse_extend(
         ValueError: as `sse`; the state was allocated for other sizes; slots are out of range or repeated (on the CPU).
     """
     x = check_inputs(
-        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=None,
+        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v), initial_state=None,
         num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=False,
     )  # fmt: skip
-    return extend(x, state, slots, strict=strict)
+    return extend(_one_each(x, cu_seqlens), state, slots, strict=strict)
 
 
 def sse_gdn_extend(
@@ -212,7 +214,7 @@ def sse_gdn_extend(
     weight: Tensor,
     index: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     state: ChunkState,
     slots: Tensor,
     num_partitions: int,
@@ -223,10 +225,20 @@ def sse_gdn_extend(
 ) -> Tensor:
     """`sse_extend` for the gated delta rule; the state must be allocated with transition="gdn"."""
     x = check_inputs(
-        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=None,
+        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v), initial_state=None,
         num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=True,
     )  # fmt: skip
-    return extend(x, state, slots, strict=strict)
+    return extend(_one_each(x, cu_seqlens), state, slots, strict=strict)
+
+
+def _bounds(cu_seqlens: Tensor | None, v: Tensor) -> Tensor:
+    """cu_seqlens, or those of sequences of one token, made on the device."""
+    return torch.arange(v.shape[0] + 1, device=v.device) if cu_seqlens is None else cu_seqlens
+
+
+def _one_each(x: Inputs, cu_seqlens: Tensor | None) -> Inputs:
+    """x, told that no sequence is longer than one token where no cu_seqlens were given."""
+    return x if cu_seqlens is not None else replace(x, longest=min(1, x.v.shape[0]))
 
 
 def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,9 @@ from posttrain.kernels.sse.plan import ChunkPlan, build_plan
 
 Transition = Literal["gla", "gdn"]
 
+# Whether GLA layers on a GPU decode in Triton (`triton_decode_pool.py`): what `ChunkState.allocate` makes there.
+TRITON_ON_GPU = False
+
 
 class ChunkState:
     """One layer's decode state: pools indexed by slot, updated in place by `sse_extend`.
@@ -53,7 +56,8 @@ class ChunkState:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> ChunkState:
-        """Zeroed pools, in fp32 whatever the model's `dtype` (float64 where that is float64).
+        """Zeroed pools, in fp32 whatever the model's `dtype` (float64 where that is float64). On a GPU it may be the
+        `TritonChunkState` instead.
 
         Raises:
             ValueError: a size below 1, or an unknown transition.
@@ -64,6 +68,13 @@ class ChunkState:
                 raise ValueError(f"{name}={size}, but it must be at least 1")
         if transition not in ("gla", "gdn"):
             raise ValueError(f"transition={transition!r}, but it must be 'gla' or 'gdn'")
+        if TRITON_ON_GPU and cls is ChunkState and torch.device(device).type == "cuda" and transition == "gla":
+            from posttrain.kernels.sse.triton_decode_pool import TritonChunkState, serves
+
+            if serves(dtype, key_dim, value_dim, chunk_size):
+                return TritonChunkState.allocate(
+                    num_slots, num_partitions, heads, key_dim, value_dim, chunk_size, device=device, dtype=dtype
+                )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pool = (num_slots, 1 + num_partitions, heads)
 
@@ -87,6 +98,11 @@ class ChunkState:
     @property
     def num_slots(self) -> int:
         return self.count.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(1+N, H, K, V)."""
+        return tuple(self.boundary.shape[1:])
 
     @property
     def nbytes_per_slot(self) -> int:
@@ -130,6 +146,29 @@ class ChunkState:
         for name, a in own.items():
             a[slot] = exported[name].to(a.device, a.dtype)
 
+    def extend(self, x: Inputs, slots: Tensor, *, strict: bool) -> Tensor:
+        """`sse_extend` without gradients and autocast; x is checked but for the state."""
+        return _extend(x, self, self._check(x, slots), strict=strict)
+
+    def _check(self, x: Inputs, slots: Tensor) -> Tensor:
+        """The slots as `_checked` gives them, one a sequence, and the sizes of x."""
+        transition = "gdn" if x.is_gdn else "gla"
+        if self.transition != transition:
+            raise ValueError(f"the state was allocated with transition={self.transition!r}, but this call needs {transition!r}")
+        needed = (1 + x.num_partitions, x.v.shape[1], x.q2.shape[-1], x.v.shape[2])
+        if self.sizes != needed:
+            raise ValueError(f"the state holds [1+N, H, K, V] = {list(self.sizes)}, but the inputs need {list(needed)}")
+        if self.count.device != x.v.device:
+            raise ValueError(f"the state is on {self.count.device}, but v is on {x.v.device}")
+        slots = self._checked(slots)
+        if slots.shape[0] != x.cu_seqlens.shape[0] - 1:
+            raise ValueError(
+                f"slots must name one slot a sequence, got {slots.shape[0]} for {x.cu_seqlens.shape[0] - 1} sequences"
+            )
+        if slots.device.type == "cpu" and len(set(slots.tolist())) != slots.numel():
+            raise ValueError(f"slots must differ, got {slots.tolist()}")
+        return slots
+
     def _checked(self, slots: Sequence[int] | Tensor) -> Tensor:
         """Slots as int64 on the state's device; their range is checked unless they lie on a device already."""
         if not isinstance(slots, Tensor):
@@ -146,7 +185,7 @@ class ChunkState:
 def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
     """See `sse_extend`; x is checked but for the state."""
     with torch.no_grad(), without_autocast(x.v):
-        return _extend(x, state, _check_state(x, state, slots), strict=strict)
+        return state.extend(x, slots, strict=strict)
 
 
 def _extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
@@ -166,23 +205,6 @@ def _extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Ten
     run = _extend_gdn if x.is_gdn else _extend_gla
     o = run(x, state, streams, plan, m)
     return (m.gather(o) * x.scale).to(x.v.dtype)
-
-
-def _check_state(x: Inputs, state: ChunkState, slots: Tensor) -> Tensor:
-    transition = "gdn" if x.is_gdn else "gla"
-    if state.transition != transition:
-        raise ValueError(f"the state was allocated with transition={state.transition!r}, but this call needs {transition!r}")
-    needed = (1 + x.num_partitions, x.v.shape[1], x.q2.shape[-1], x.v.shape[2])
-    if tuple(state.boundary.shape[1:]) != needed:
-        raise ValueError(f"the state holds [1+N, H, K, V] = {list(state.boundary.shape[1:])}, but the inputs need {list(needed)}")
-    if state.boundary.device != x.v.device:
-        raise ValueError(f"the state is on {state.boundary.device}, but v is on {x.v.device}")
-    slots = state._checked(slots)
-    if slots.shape[0] != x.cu_seqlens.shape[0] - 1:
-        raise ValueError(f"slots must name one slot a sequence, got {slots.shape[0]} for {x.cu_seqlens.shape[0] - 1} sequences")
-    if slots.device.type == "cpu" and len(set(slots.tolist())) != slots.numel():
-        raise ValueError(f"slots must differ, got {slots.tolist()}")
-    return slots
 
 
 def _prepend_pending(state: ChunkState, streams: Tensor, plan: ChunkPlan, rows: dict[str, Tensor]) -> None:

@@ -29,26 +29,16 @@ def dot(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def dot_apart(a, b, heads, TAG: tl.constexpr, HALF: tl.constexpr):
-    """`dot` whose result comes out of a branch; it is always taken, since heads > 0.
+def dot_apart(a, b, total, heads, TAG: tl.constexpr, HALF: tl.constexpr):
+    """total + a b, out of a branch that is always taken, since heads > 0.
 
     Where a product's result reaches another product, Triton lays all warps along its rows, and those beyond four to 64 rows
     compute the same. It does not look through branches. TAG: another number (0 or more) at every place in a kernel, or the
     branches would be merged.
     """
-    result = tl.zeros([a.shape[0], b.shape[1]], dtype=tl.float32)
     if heads > -TAG:
-        result = dot(a, b, HALF)
-    return result
-
-
-@triton.jit
-def dot_tf32(a, b, HALF: tl.constexpr):
-    """A product of fp32 operands in tf32 (11 bits of each) where HALF, else as exact as `dot`."""
-    if HALF:
-        return tl.dot(a, b, input_precision="tf32")
-    else:
-        return dot(a, b, HALF)
+        total += dot(a, b, HALF)
+    return total
 
 
 @triton.jit
@@ -58,13 +48,23 @@ def upper_bits(a):
 
 
 @triton.jit
-def fine_dot(a, b, heads, TAG: tl.constexpr, HALF: tl.constexpr):
-    """`dot` with 16 bits of a."""
+def rounded(a, HALF: tl.constexpr):
+    """a as a product sees it, in fp32; where bf16 has no nearest, away from zero. A conversion there and back takes longer."""
+    if HALF:
+        return ((a.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    else:
+        return a
+
+
+@triton.jit
+def fine_dot(a, b, total, heads, TAG: tl.constexpr, HALF: tl.constexpr):
+    """total + a b, with 16 bits of a; TAG as in `dot_apart`."""
     if HALF:
         high = upper_bits(a)
-        return dot_apart(a - high, b, heads, TAG, HALF) + dot(high, b, HALF)
+        total = dot_apart(a - high, b, total, heads, TAG, HALF)
+        return total + dot(high, b, HALF)
     else:
-        return dot(a, b, HALF)
+        return total + dot(a, b, HALF)
 
 
 @triton.jit
@@ -73,7 +73,8 @@ def row_sums(which, a, heads, TAG: tl.constexpr, HALF: tl.constexpr, LOW: tl.con
     if HALF:
         if LOW:
             high = upper_bits(a)
-            return dot_apart(which, a - high, heads, TAG, HALF) + dot(which, high, HALF)
+            rest = dot_apart(which, a - high, tl.zeros(a.shape, dtype=tl.float32), heads, TAG, HALF)
+            return rest + dot(which, high, HALF)
         else:
             return dot(which, a, HALF)
     else:
@@ -95,11 +96,18 @@ def column_sums(a, which, HALF: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr):
-    """Rows [BC, BD] of a [rows, H, D] tensor from column `offset` on, in fp32, zero where there is none."""
+def load_rows(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr, AGAIN: tl.constexpr = False):
+    """Rows [BC, BD] of a [rows, H, D] tensor from column `offset` on, in fp32, zero where there is none.
+
+    AGAIN: rows that were loaded long before, which the compiler would otherwise hold in registers; another hint to the cache
+    makes it another load."""
     column = offset + tl.arange(0, BD)
     where = (source.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
-    return tl.load(ptr + where, mask=valid[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+    mask = valid[:, None] & (column < D)[None, :]
+    if AGAIN:
+        return tl.load(ptr + where, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    else:
+        return tl.load(ptr + where, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -126,10 +134,17 @@ def state_offsets(chunk, head, heads, K: tl.constexpr, V: tl.constexpr, k0, v0, 
 
 
 @triton.jit
-def score_offsets(chunk, head, heads, C: tl.constexpr, BC: tl.constexpr):
-    """Offsets and mask of a chunk's [C, C] matrix in [NC, H, C, C]."""
+def tile_offsets(chunk, head, heads, C: tl.constexpr, D: tl.constexpr, d0, BC: tl.constexpr, BD: tl.constexpr):
+    """Offsets and mask of columns from d0 on of a chunk's [C, D] tile in [NC, H, C, D]."""
+    i, d = tl.arange(0, BC)[:, None], d0 + tl.arange(0, BD)[None, :]
+    return (chunk.to(tl.int64) * heads + head) * C * D + i * D + d, (i < C) & (d < D)
+
+
+@triton.jit
+def score_offsets(chunk, head, heads, C: tl.constexpr, PLANES: tl.constexpr, BC: tl.constexpr):
+    """Offsets and mask of a chunk's first [C, C] matrix in [NC, H, PLANES, C, C]."""
     i = tl.arange(0, BC)
-    where = (chunk.to(tl.int64) * heads + head) * C * C + i[:, None] * C + i[None, :]
+    where = (chunk.to(tl.int64) * heads + head) * PLANES * C * C + i[:, None] * C + i[None, :]
     return where, (i < C)[:, None] & (i < C)[None, :]
 
 

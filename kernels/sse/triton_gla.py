@@ -1,7 +1,8 @@
 """GLA on the chunk grid in Triton.
 
-Forward: every chunk's increment to the state in parallel, one streaming scan over the chunks of each stream that leaves the
-state at the start of every chunk, then all outputs in parallel. Backward: the same with the gradient of the state, in reverse.
+Forward: the keys of all chunks decayed to the chunks' ends, in parallel, then a scan over the chunks of each stream that leaves
+the state at the start of every chunk, then all outputs in parallel. Backward: the same with the gradient of the state, from the
+queries and in reverse, then all gradients.
 For one chunk with start state S, end-state gradient D, rows q (scaled, read gate applied), k (write gate applied), v, upstream
 gradient do, and accumulated log decay G (inclusive, G_C at the end):
 
@@ -29,19 +30,17 @@ import triton.language as tl
 
 from posttrain.kernels.sse.triton_common import (
     chunk_rows,
-    column_sums,
     dot,
     dot_apart,
     exp,
     fine_dot,
     is_empty,
     load_rows,
-    load_rows_transposed,
     row_factor,
     row_sums,
-    score_offsets,
     state_offsets,
     store_rows,
+    tile_offsets,
 )
 
 # exp(60)^2 stays below fp32's (and bf16's) largest number with room for the sums, and rounding 60 costs 4e-6 of a product.
@@ -120,84 +119,121 @@ def any_strong(strong, begin, end, FLAGS: tl.constexpr):
     return tl.max(found, 0) != 0
 
 
-@triton.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit(do_not_specialize=["heads", "first_chunk", "gated"])
-def gla_increment_kernel(
-    rows, x, g, y, v, weight, increment, decay, strong, dscores, own, heads, first_chunk, gated, factor,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr, YDIV: tl.constexpr, VDIV: tl.constexpr,
-    BACKWARD: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
-    FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "first_chunk"])
+def gla_decay_kernel(
+    rows, g, decay, strong, heads, first_chunk, K: tl.constexpr, C: tl.constexpr, XDIV: tl.constexpr,
+    FLAGS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """increment [NC,H,K,V] fp32 = sum over rows of (x decayed)^T y: x = k to the chunk's end and y = v, or (backward) x = q
-    from its start and y = do. Grid (chunks * H, K blocks * V blocks).
-
-    The forward also writes the chunk's log decay to its middle row and to its end [NC,H,2,K] and, where it is too strong for the
-    plain product in a block of K, a 1 into strong [NC,H,FLAGS]; the backward the products do_i . v_j, in dscores [NC,H,C,C] those of
-    j < i, in own [NC,H,C] those of j = i, both fp32."""
+    """A chunk's log decay to its middle row and to its end [NC,H,2,K] and, where it is too strong for the plain product in a
+    block of K, a 1 into strong [NC,H,FLAGS]. Grid (chunks * H, K blocks)."""
     head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
     if is_empty(rows, chunk, C):
         return
-    v_blocks: tl.constexpr = (V + BV - 1) // BV
-    k0, v0 = tl.program_id(1) // v_blocks * BK, tl.program_id(1) % v_blocks * BV
+    k, matrix = tl.program_id(1) * BK + tl.arange(0, BK), chunk.to(tl.int64) * heads + head
+    to_middle, total = tl.zeros([BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
+    # One row after another, as a generator adds up a chunk that it has not seen the end of.
+    for i in tl.range(0, C, loop_unroll_factor=16):
+        row = tl.load(rows + chunk.to(tl.int64) * C + i)
+        where = ((row // XDIV).to(tl.int64) * heads + head) * K + k
+        total += tl.load(g + where, mask=(row >= 0) & (k < K), other=0.0).to(tl.float32)
+        to_middle = tl.where(i == BC // 2, total, to_middle)
+    to_middle = to_middle if C > BC // 2 else total
+    tl.store(decay + matrix * 2 * K + k, to_middle, mask=k < K)
+    tl.store(decay + (matrix * 2 + 1) * K + k, total, mask=k < K)
+    tl.store(strong + matrix * FLAGS + tl.program_id(1), (tl.min(total, 0) < -MIDDLE_SPLIT_LIMIT).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["heads", "first_chunk", "gated"])
+def gla_edge_kernel(
+    rows, x, g, weight, edge, heads, first_chunk, gated, factor, K: tl.constexpr, C: tl.constexpr,
+    XDIV: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """edge [NC,H,C,K]: a chunk's x = k decayed to the chunk's end, or (backward) x = q from its start, as products take them.
+    Grid (chunks * H, K blocks)."""
+    head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
+    if is_empty(rows, chunk, C):
+        return
+    k0 = tl.program_id(1) * BK
     row = chunk_rows(rows, chunk, C, BC)
     valid = row >= 0
-    xt = load_rows_transposed(x, row // XDIV, valid, head, heads, K, k0, BK)
-    gt = load_rows_transposed(g, row // XDIV, valid, head, heads, K, k0, BK)
-    yv = load_rows(y, row // YDIV, valid, head, heads, V, v0, BV)
-    t, j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    between = (t <= j) if BACKWARD else (t > j)
-    decayed = exp(column_sums(gt, between, HALF, GLOW))
-    result = dot(xt * row_factor(weight, row, valid, factor, gated)[None, :] * decayed, yv, HALF)
-    where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-    tl.store(increment + where, result, mask=mask)
-    if not BACKWARD:
-        if v0 == 0:
-            k, matrix = k0 + tl.arange(0, BK), chunk.to(tl.int64) * heads + head
-            to_middle, total = tl.reduce((tl.where(j <= BC // 2, gt, 0.0), gt), 1, _add_both)
-            tl.store(decay + matrix * 2 * K + k, to_middle, mask=k < K)
-            tl.store(decay + (matrix * 2 + 1) * K + k, total, mask=k < K)
-            tl.store(strong + matrix * FLAGS + k0 // BK, (tl.min(total, 0) < -MIDDLE_SPLIT_LIMIT).to(tl.int32))
-    elif tl.program_id(1) == 0:
-        product = tl.zeros([BC, BC], dtype=tl.float32)
-        for v1 in tl.static_range(0, V, BV):
-            yv = load_rows(y, row // YDIV, valid, head, heads, V, v1, BV)
-            product += dot(yv, tl.trans(load_rows(v, row // VDIV, valid, head, heads, V, v1, BV)), HALF)
-        where_score, inside = score_offsets(chunk, head, heads, C, BC)
-        tl.store(dscores + where_score, tl.where(t > j, product, 0.0), mask=inside)
-        i = tl.arange(0, BC)
-        itself = tl.sum(tl.where(t == j, product, 0.0), 1)
-        tl.store(own + (chunk.to(tl.int64) * heads + head) * C + i, itself, mask=i < C)
+    gv = load_rows(g, row // XDIV, valid, head, heads, K, k0, BK)
+    xv = load_rows(x, row // XDIV, valid, head, heads, K, k0, BK) * row_factor(weight, row, valid, factor, gated)[:, None]
+    i, t = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    between = (t <= i) if BACKWARD else (t > i)
+    where, mask = tile_offsets(chunk, head, heads, C, K, k0, BC, BK)
+    decayed = xv * exp(row_sums(between.to(tl.float32), gv, heads, 0, HALF, GLOW))
+    tl.store(edge + where, decayed.to(edge.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _walk(
+    rows, edge, y, decay, boundary, state, first, count, head, heads, k0, v0,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, YDIV: tl.constexpr, BACKWARD: tl.constexpr,
+    HALF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A stream's chunks in order, or backward from the last; the loads of the next chunks run ahead. -> the state after them."""
+    k = k0 + tl.arange(0, BK)
+    # The row numbers of a chunk are loaded a step before its rows: what is loaded inside a step is not looked through.
+    row = chunk_rows(rows, first + (count - 1 if BACKWARD else 0), C, BC)
+    for step in tl.range(0, count, num_stages=STAGES):
+        chunk = first + (count - 1 - step if BACKWARD else step)
+        following = tl.maximum(chunk - 1, first) if BACKWARD else tl.minimum(chunk + 1, first + count - 1)
+        row_of_following = chunk_rows(rows, following, C, BC)
+        where, mask = tile_offsets(chunk, head, heads, C, K, k0, BC, BK)
+        decayed = tl.load(edge + where, mask=mask & (row >= 0)[:, None], other=0.0)
+        yv = load_rows(y, row // YDIV, row >= 0, head, heads, V, v0, BV)
+        kept = exp(tl.load(decay + ((chunk.to(tl.int64) * heads + head) * 2 + 1) * K + k, mask=k < K, other=0.0))
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        tl.store(boundary + where, state.to(boundary.dtype.element_ty), mask=mask)
+        state = state * kept[:, None] + dot(tl.trans(decayed), yv, HALF)
+        row = row_of_following
+    return state
 
 
 @triton.jit(do_not_specialize=["heads"])
 def gla_scan_kernel(
-    begin, chunks, increment, decay, initial, boundary, final, heads,
-    K: tl.constexpr, V: tl.constexpr, BACKWARD: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    rows, begin, chunks, edge, y1, y2, decay, initial, boundary, final, heads,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, N: tl.constexpr, YDIV: tl.constexpr,
+    SHARED: tl.constexpr, BACKWARD: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    HALF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """boundary[c] = state before chunk c (backward: gradient of the state after it); state <- exp(decay) state + increment.
-    Grid (S * (1+N) * H, blocks of the state). initial, final: [S*(1+N), H, K, V] fp32."""
-    stream, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    """boundary[c] = state before chunk c (backward: gradient of the state after it); a chunk adds edge^T y to what is kept,
+    y = v or (backward) y = do.
+
+    Grid (S * (1+N) * H * blocks of the state), the shared stream of a sequence (SHARED: of y1) before its others, as the
+    longest. initial, final: [S*(1+N), H, K, V] fp32."""
     v_blocks: tl.constexpr = (V + BV - 1) // BV
-    k0, v0 = tl.program_id(1) // v_blocks * BK, tl.program_id(1) % v_blocks * BV
+    blocks: tl.constexpr = (K + BK - 1) // BK * v_blocks
+    block, item = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    k0, v0 = block // v_blocks * BK, block % v_blocks * BV
+    stream, head = item // heads, item % heads
     own, mask = state_offsets(stream, head, heads, K, V, k0, v0, BK, BV)
-    k = k0 + tl.arange(0, BK)
     if HAS_INITIAL:
         state = tl.load(initial + own, mask=mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([BK, BV], dtype=tl.float32)
     first, count = tl.load(begin + stream), tl.load(chunks + stream)
-    for step in tl.range(0, count, num_stages=STAGES):
-        chunk = first + (count - 1 - step if BACKWARD else step)
-        where, _ = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        kept = exp(tl.load(decay + ((chunk.to(tl.int64) * heads + head) * 2 + 1) * K + k, mask=k < K, other=0.0))
-        added = tl.load(increment + where, mask=mask, other=0.0)
-        tl.store(boundary + where, state.to(boundary.dtype.element_ty), mask=mask)
-        state = state * kept[:, None] + added
+    if count == 0:
+        if HAS_FINAL:
+            tl.store(final + own, state, mask=mask)
+        return
+    # A branch, not a chosen pointer, which would cost the loads their alignment.
+    if SHARED:
+        if stream % (1 + N) == 0:
+            state = _walk(
+                rows, edge, y1, decay, boundary, state, first, count, head, heads, k0, v0,
+                K, V, C, 1, BACKWARD, HALF, BC, BK, BV, STAGES,
+            )  # fmt: skip
+        else:
+            state = _walk(
+                rows, edge, y2, decay, boundary, state, first, count, head, heads, k0, v0,
+                K, V, C, YDIV, BACKWARD, HALF, BC, BK, BV, STAGES,
+            )  # fmt: skip
+    else:
+        state = _walk(
+            rows, edge, y2, decay, boundary, state, first, count, head, heads, k0, v0,
+            K, V, C, YDIV, BACKWARD, HALF, BC, BK, BV, STAGES,
+        )  # fmt: skip
     if HAS_FINAL:
         tl.store(final + own, state, mask=mask)
 
@@ -227,9 +263,11 @@ def _mixed_rows(
     scores = tl.zeros([BC, BC], dtype=tl.float32)
     result = tl.zeros([BC, BV], dtype=tl.float32)
     for k0 in tl.static_range(0, K, BK):
-        gv = load_rows(g, row // XDIV, valid, head, heads, K, k0, BK)
         qv = load_rows(q, row // XDIV, valid, head, heads, K, k0, BK) * read[:, None]
         kv = load_rows(k, row // XDIV, valid, head, heads, K, k0, BK) * write[:, None]
+        gv = load_rows(g, row // XDIV, valid, head, heads, K, k0, BK)
+        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
+        block = tl.load(state + where, mask=mask, other=0.0)
         if STRONG:
             scores += nested_scores(qv, kv, gv, heads, BACKWARD, HALF, GLOW, BC, LEVELS)
             if BACKWARD:
@@ -241,19 +279,17 @@ def _mixed_rows(
             to_middle, total = load_decays(decay, chunk, head, heads, K, k0, BK)
             qs, ks = qv * exp(relative), kv * exp(-relative)
             if BACKWARD:
-                scores += dot_apart(ks, tl.trans(qs), heads, 2, HALF)
+                scores = dot_apart(ks, tl.trans(qs), scores, heads, 2, HALF)
                 edge = ks * exp(total - to_middle)[None, :]
             else:
-                scores += dot_apart(qs, tl.trans(ks), heads, 2, HALF)
+                scores = dot_apart(qs, tl.trans(ks), scores, heads, 2, HALF)
                 edge = qs * exp(to_middle)[None, :]
-        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        block = tl.load(state + where, mask=mask, other=0.0)
-        result += dot_apart(edge, block, heads, 3, HALF)
+        result = dot_apart(edge, block, result, heads, 3, HALF)
     scores = tl.where((j >= i) if BACKWARD else (i >= j), scores, 0.0)
     yv = load_rows(y, row // YDIV, valid, head, heads, V, v0, BV)
     if BACKWARD:
         # In o the rounding of the scores is lost beside the output's own; in dv it would be the largest of all.
-        result += fine_dot(scores, yv, heads, 4, HALF)
+        result = fine_dot(scores, yv, result, heads, 4, HALF)
     else:
         result += dot(scores, yv, HALF)
     add_up(part, out, result, row, valid, head, heads, V, v0, BV, add, last)

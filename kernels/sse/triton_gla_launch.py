@@ -14,23 +14,37 @@ import torch
 from torch import Tensor
 
 from posttrain.kernels.sse.triton_common import sum_terms
-from posttrain.kernels.sse.triton_gla import gla_increment_kernel, gla_mix_kernel, gla_mix_strong_kernel, gla_scan_kernel
-from posttrain.kernels.sse.triton_gla_backward import gla_gradient_kernel, gla_gradient_strong_kernel
+from posttrain.kernels.sse.triton_gla import (
+    gla_decay_kernel,
+    gla_edge_kernel,
+    gla_mix_kernel,
+    gla_mix_strong_kernel,
+    gla_scan_kernel,
+)
+from posttrain.kernels.sse.triton_gla_backward import (
+    gla_gradient_kernel,
+    gla_gradient_strong_kernel,
+    gla_score_gradient_kernel,
+)
 from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 
-# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. 128 registers let two programs of 8 warps
-# share a multiprocessor, which hides more waiting than their few spills cost. The increment's and the scan's rows are key channels.
+# Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; with
+# eight warps and half the registers, products and gradients took longer. The scan's rows are key channels.
 LAUNCHES: dict[str, tuple[int, int, dict[str, int]]] = {
-    "increment": (128, 128, dict(num_warps=8)),
-    "scan": (8, 128, dict(num_warps=4, STAGES=4)),
-    "mix": (128, 128, dict(num_warps=8, maxnreg=128)),
+    "decay": (128, 128, dict(num_warps=1)),
+    "edge": (64, 128, dict(num_warps=4)),
+    "scan": (64, 64, dict(num_warps=4, STAGES=3)),
+    "mix": (128, 128, dict(num_warps=4)),
+    "mix backward": (64, 128, dict(num_warps=4)),
     "mix strong": (64, 128, dict(num_warps=4, num_stages=1)),
-    "gradient": (64, 64, dict(num_warps=8, maxnreg=128)),
+    "score gradient": (128, 128, dict(num_warps=8)),
+    "gradient": (64, 64, dict(num_warps=4)),
     "gradient strong": (64, 64, dict(num_warps=4, num_stages=1)),
 }
-_INCREMENT, _SCAN = Launch(gla_increment_kernel), Launch(gla_scan_kernel)
+_DECAY, _EDGE, _SCAN = Launch(gla_decay_kernel), Launch(gla_edge_kernel), Launch(gla_scan_kernel)
 _MIX, _MIX_STRONG = Launch(gla_mix_kernel), Launch(gla_mix_strong_kernel)
+_SCORES = Launch(gla_score_gradient_kernel)
 _GRADIENT, _GRADIENT_STRONG = Launch(gla_gradient_kernel), Launch(gla_gradient_strong_kernel)
 
 
@@ -58,7 +72,7 @@ class Sizes:
 
     @cached_property
     def flags(self) -> int:
-        return power_of_two(cdiv(self.K, self.block(self.K, LAUNCHES["increment"][0])))
+        return power_of_two(cdiv(self.K, self.block(self.K, LAUNCHES["decay"][0])))
 
     def block(self, size: int, largest: int) -> int:
         """The block that covers `size` columns, at most `largest`, half of it where numbers or chunks are twice as long."""
@@ -72,24 +86,24 @@ class Sizes:
 
 @cache
 def constants_of(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Constants and options of a kernel's launch, not to be changed in place. Longer chunks take twice the warps, shorter ones
-    half, save in increments; the scan has no products, and blocks of plain rows."""
+    """Constants and options of a kernel's launch, not to be changed in place. Longer chunks take twice the warps."""
     key_block, value_block, options = LAUNCHES[name]
-    if name == "scan":
-        columns = min(value_block, max(16, power_of_two(sizes.V)))
-        return dict(K=sizes.K, V=sizes.V, BK=key_block, BV=columns) | options
-    own = {f.name: getattr(sizes, f.name) for f in fields(sizes)} | dict(FLAGS=sizes.flags)
+    own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
     own |= dict(BK=sizes.block(sizes.K, key_block), BV=sizes.block(sizes.V, value_block)) | options
-    if name == "increment":
-        if own["BK"] * own["BV"] <= 8192:
-            own["num_warps"] = 4
-    elif sizes.BC > 64:
+    if sizes.BC > 64:
         own["num_warps"] *= 2
-    elif sizes.BC < 64:
-        own["num_warps"] = 4
-    if not sizes.HALF:
-        own.pop("maxnreg", None)
-    return own
+    own["FLAGS"] = sizes.flags
+    unused = _UNUSED.get(name, ())
+    return {n: value for n, value in own.items() if n not in unused}
+
+
+# Constants that a kernel does not take.
+_UNUSED = {
+    "decay": ("V", "HALF", "GLOW", "BV"),
+    "edge": ("V", "BV", "FLAGS"),
+    "scan": ("GLOW", "FLAGS"),
+    "score gradient": ("K", "GLOW", "FLAGS", "BK"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,51 +193,67 @@ def start_states(c: Call, plan: DevicePlan, *, end: bool) -> tuple[Tensor, Tenso
         decay=torch.empty(*shape, 2, c.sizes.K, dtype=torch.float32, device=device),
         strong=torch.zeros(*shape, c.sizes.flags, dtype=torch.int32, device=device),
     )
-    increment, _, _ = _increments(c, chunks)
-    boundary, final = _scan(c, chunks, increment, c.initial, backward=False, end=end)
+    constants = constants_of("decay", c.sizes)
+    for kind in c.kinds:
+        grid = (kind.num_chunks * c.heads, cdiv(c.sizes.K, constants["BK"]))
+        tensors, numbers = (plan.rows, kind.g, chunks.decay, chunks.strong), (c.heads, kind.first_chunk)
+        _DECAY(grid, tensors, numbers, constants | dict(XDIV=kind.x_div))
+    boundary, final = _scan(c, chunks, c.initial, end=end)
     return boundary, final, chunks
 
 
-def end_gradients(c: Call, chunks: Chunks, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> gradients of the states at the chunks' ends [NC,H,K,V], of the initial states (empty without), and of the scores:
-    below the diagonal [NC,H,C,C] and on it [NC,H,C] fp32."""
-    increment, dscores, own = _increments(c, chunks, do)
-    dend, dinitial = _scan(c, chunks, increment, dfinal, backward=True, end=c.initial is not None)
-    return dend, dinitial, dscores, own
+def end_gradients(c: Call, chunks: Chunks, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-> gradients of the states at the chunks' ends [NC,H,K,V] and of the initial states (empty without)."""
+    return _scan(c, chunks, dfinal, do, end=c.initial is not None)
 
 
-def _increments(c: Call, chunks: Chunks, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """What every chunk adds to the state, or with `do` to its gradient -> [NC,H,K,V] fp32. Without `do`, fills decay and strong;
-    with it, also returns the gradients of the scores."""
-    s, backward = c.sizes, do is not None
-    shape = (chunks.plan.rows.shape[0], c.heads)
-    increment = torch.empty(*shape, s.K, s.V, dtype=torch.float32, device=c.v.device)
-    dscores, own = (increment.new_empty(a if backward else 0) for a in ((*shape, s.C, s.C), (*shape, s.C)))
-    constants = constants_of("increment", s) | dict(BACKWARD=backward)
-    blocks = cdiv(s.K, constants["BK"]) * cdiv(s.V, constants["BV"])
+def _scan(c: Call, chunks: Chunks, start: Tensor | None, do: Tensor | None = None, *, end: bool) -> tuple[Tensor, Tensor]:
+    """Along the streams, or with `do` back -> states at the chunks' starts (gradients at their ends) [NC,H,K,V] in the stored
+    dtype, and at the streams' other end [S,1+N,H,K,V] fp32 or an empty tensor."""
+    s, plan, backward = c.sizes, chunks.plan, do is not None
+    shape, device = (plan.rows.shape[0], c.heads), c.v.device
+    edge = torch.empty(*shape, s.C, s.K, dtype=s.stored, device=device)
+    constants = constants_of("edge", s) | dict(BACKWARD=backward)
     for kind in c.kinds:
-        x, y, y_div = (kind.k, kind.v, kind.y_div) if do is None else (kind.q, do, kind.o_div)
-        tensors = (
-            chunks.plan.rows, x, kind.g, y, kind.v, c.weight, increment, chunks.decay, chunks.strong, dscores, own
-        )  # fmt: skip
-        numbers = (c.heads, kind.first_chunk, int(kind.read if backward else kind.write), c.scale if backward else 1.0)
-        divs = dict(XDIV=kind.x_div, YDIV=y_div, VDIV=kind.y_div)
-        _INCREMENT((kind.num_chunks * c.heads, blocks), tensors, numbers, constants | divs)
-    return increment, dscores, own
-
-
-def _scan(
-    c: Call, chunks: Chunks, increment: Tensor, start: Tensor | None, *, backward: bool, end: bool
-) -> tuple[Tensor, Tensor]:
-    """-> boundary [NC,H,K,V] in the stored dtype, the states at the other end [S,1+N,H,K,V] fp32 or an empty tensor."""
-    s, plan = c.sizes, chunks.plan
-    boundary = torch.empty(increment.shape, dtype=s.stored, device=increment.device)
-    final = increment.new_empty((*plan.begin.shape, c.heads, s.K, s.V) if end else (0,))
-    constants = constants_of("scan", s) | dict(BACKWARD=backward, HAS_INITIAL=start is not None, HAS_FINAL=end)
+        x, gated, factor = (kind.q, kind.read, c.scale) if backward else (kind.k, kind.write, 1.0)
+        tensors = (plan.rows, x, kind.g, c.weight, edge)
+        grid = (kind.num_chunks * c.heads, cdiv(s.K, constants["BK"]))
+        _EDGE(grid, tensors, (c.heads, kind.first_chunk, int(gated), factor), constants | dict(XDIV=kind.x_div))
+    boundary = torch.empty(*shape, s.K, s.V, dtype=s.stored, device=device)
+    final = torch.empty((*plan.begin.shape, c.heads, s.K, s.V) if end else (0,), dtype=torch.float32, device=device)
+    first, routed = c.kinds[0], c.kinds[-1]
+    values = (first.v, routed.v) if do is None else (do, do)
+    tensors = (
+        plan.rows, plan.begin, plan.chunks, edge, *values, chunks.decay, final if start is None else start, boundary, final
+    )  # fmt: skip
+    constants = constants_of("scan", s) | dict(
+        N=plan.begin.shape[1] - 1, YDIV=routed.o_div if backward else routed.y_div,
+        SHARED=len(c.kinds) > 1, BACKWARD=backward, HAS_INITIAL=start is not None, HAS_FINAL=end,
+    )  # fmt: skip
     blocks = cdiv(s.K, constants["BK"]) * cdiv(s.V, constants["BV"])
-    tensors = (plan.begin, plan.chunks, increment, chunks.decay, increment if start is None else start, boundary, final)
-    _SCAN((plan.begin.numel() * c.heads, blocks), tensors, (c.heads,), constants)
+    _SCAN((plan.begin.numel() * c.heads * blocks,), tensors, (c.heads,), constants)
     return boundary, final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upstream:
+    """The outputs' gradient do [T,H,V] and its products with a chunk's values: dscores [NC,H,2,C,C] bf16 or [NC,H,1,C,C] fp32,
+    below the diagonal; own [NC,H,C] fp32, on it."""
+
+    do: Tensor
+    dscores: Tensor
+    own: Tensor
+
+
+def upstream(c: Call, chunks: Chunks, do: Tensor) -> Upstream:
+    s, shape = c.sizes, (chunks.plan.rows.shape[0], c.heads)
+    own = torch.empty(*shape, s.C, dtype=torch.float32, device=do.device)
+    dscores = own.new_empty(*shape, 2 if s.HALF else 1, s.C, s.C, dtype=s.stored)
+    constants = constants_of("score gradient", s)
+    for kind in c.kinds:
+        tensors, numbers = (chunks.plan.rows, do, kind.v, dscores, own), (c.heads, kind.first_chunk)
+        _SCORES((kind.num_chunks * c.heads,), tensors, numbers, constants | dict(YDIV=kind.y_div, ODIV=kind.o_div))
+    return Upstream(do=do, dscores=dscores, own=own)
 
 
 def mix(c: Call, chunks: Chunks, state: Tensor, do: Tensor | None = None) -> Tensor:
@@ -259,7 +289,7 @@ def _mix_kind(
     s = c.sizes
     y, y_div = (kind.v, kind.y_div) if do is None else (do, kind.o_div)
     own = dict(BACKWARD=do is not None, XDIV=kind.x_div, YDIV=y_div, LEVELS=s.levels)
-    constants = constants_of("mix", s) | own
+    constants = constants_of("mix" if do is None else "mix backward", s) | own
     tensors = (
         chunks.plan.rows, kind.q, kind.k, kind.g, y, c.weight, state, chunks.decay, chunks.strong, part, out
     )  # fmt: skip
@@ -276,24 +306,24 @@ def _strong_grid(c: Call, kind: Kind) -> tuple[int]:
 
 
 def row_gradients(
-    c: Call, kind: Kind, chunks: Chunks, boundary: Tensor, dend: Tensor, dscores: Tensor, own: Tensor, do: Tensor
+    c: Call, kind: Kind, chunks: Chunks, boundary: Tensor, dend: Tensor, up: Upstream
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dg [rows, H, K], dweight [rows] fp32 (zero without a gate)."""
     s = c.sizes
-    own_constants = dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
-    constants, strong = constants_of("gradient", s) | own_constants, constants_of("gradient strong", s) | own_constants
+    rest = dict(XDIV=kind.x_div, YDIV=kind.y_div, ODIV=kind.o_div, LEVELS=s.levels)
+    constants, strong = constants_of("gradient", s) | rest, constants_of("gradient strong", s) | rest
     blocks, gated = cdiv(s.K, constants["BK"]), kind.read or kind.write
     dq, dk, dg = (a.new_empty((kind.num_rows, *a.shape[1:])) for a in (kind.q, kind.k, kind.g))
-    dweight = own.new_empty((blocks, kind.num_rows, c.heads) if gated else (0,))
+    dweight = up.own.new_empty((blocks, kind.num_rows, c.heads) if gated else (0,))
     tensors = (
-        chunks.plan.rows, kind.q, kind.k, kind.g, kind.v, do, c.weight, boundary, dend, chunks.decay, dscores, own,
+        chunks.plan.rows, kind.q, kind.k, kind.g, kind.v, up.do, c.weight, boundary, dend, chunks.decay, up.dscores, up.own,
         chunks.strong, dq, dk, dg, dweight,
     )  # fmt: skip
     numbers, gates = (kind.num_rows, c.heads, kind.first_chunk), (int(kind.read), int(kind.write), c.scale)
-    _GRADIENT((kind.num_chunks * c.heads, blocks), tensors, (*numbers, *gates), constants)
+    _GRADIENT((kind.num_chunks * c.heads * blocks,), tensors, (*numbers, *gates), constants)
     _GRADIENT_STRONG(_strong_grid(c, kind), tensors, (*numbers, kind.num_chunks, *gates), strong)
     if not gated:
-        return dq, dk, dg, own.new_zeros(kind.num_rows)
+        return dq, dk, dg, up.own.new_zeros(kind.num_rows)
     by_head = sum_terms(dweight, 1, blocks, kind.num_rows * c.heads, torch.float32)
     return dq, dk, dg, sum_terms(by_head, kind.num_rows, c.heads, 1, torch.float32)
 

@@ -20,6 +20,7 @@ from posttrain.kernels.sse.triton_gla_launch import (
     row_gradients,
     start_states,
     sum_routes,
+    upstream,
 )
 from posttrain.kernels.sse.triton_launch import aligned
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
@@ -100,9 +101,10 @@ def _gradients(
     do, dfinal = aligned(do), None if dfinal is None else aligned(dfinal)
     if boundary.numel() == 0:
         boundary, _, _ = start_states(c, plan, end=False)
-    dend, dinitial, dscores, own = end_gradients(c, grid, do, dfinal)
+    dend, dinitial = end_gradients(c, grid, do, dfinal)
     dv, dv2 = (mix(c, grid, dend, do), v.new_empty(0)) if v2 is None else mix_apart(c, grid, dend, do)
-    found = [row_gradients(c, kind, grid, boundary, dend, dscores, own, do) for kind in c.kinds]
+    up = upstream(c, grid, do)
+    found = [row_gradients(c, kind, grid, boundary, dend, up) for kind in c.kinds]
     dq1, dk1, dg1 = found[0][:3] if len(found) > 1 else (v.new_empty(0) for _ in range(3))
     dq2, dk2, dg2 = (sum_routes(a, c.routes, c.kinds[-1].x_div) for a in found[-1][:3])
     return dq1, dk1, dg1, dq2, dk2, dg2, dv, dv2, found[-1][3].view(weight.shape).to(weight.dtype), dinitial

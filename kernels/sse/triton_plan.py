@@ -36,21 +36,33 @@ class DevicePlan:
     routed_chunks: int
 
 
-def plan_sizes(tokens: int, routes: int, sequences: int, partitions: int, chunk_size: int, shared: bool) -> tuple[int, int]:
-    """Upper bounds (shared_chunks, routed_chunks): a stream of n rows has at most (n + C - 1) / C chunks, and at most n."""
+def plan_sizes(
+    tokens: int, routes: int, sequences: int, partitions: int, chunk_size: int, shared: bool, *, pending: bool = False
+) -> tuple[int, int]:
+    """Upper bounds (shared_chunks, routed_chunks): a stream of n rows has at most (n + C - 1) / C chunks, and at most n. With
+    `pending`, up to C - 1 rows come before its own."""
+    held = chunk_size - 1 if pending else 0
 
     def bound(rows: int, streams: int) -> int:
-        return min(rows, rows // chunk_size + streams)
+        return min(rows, (rows + streams * held) // chunk_size + streams)
 
     return bound(tokens, sequences) if shared else 0, bound(tokens * routes, sequences * partitions)
 
 
-def build_device_plan(index: Tensor, cu_seqlens: Tensor, *, num_partitions: int, chunk_size: int, shared: bool) -> DevicePlan:
-    """index [T, R] integers and cu_seqlens [S+1], both on the device that runs the kernels."""
+def build_device_plan(
+    index: Tensor, cu_seqlens: Tensor, *, num_partitions: int, chunk_size: int, shared: bool, pending: Tensor | None = None
+) -> DevicePlan:
+    """index [T, R] integers and cu_seqlens [S+1], both on the device that runs the kernels.
+
+    pending: int32 [S, 1+N], rows below C that a stream's unfinished chunk has already. They take the first positions of its
+    first chunk, if it gets a row: row T + ((s * (1+N) + p) * C + position), times R where p is a routed partition.
+    """
     index, cu_seqlens = aligned(index), aligned(cu_seqlens)
     tokens, routes = index.shape
     sequences, device = cu_seqlens.shape[0] - 1, index.device
-    shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, shared)
+    shared_chunks, routed_chunks = plan_sizes(
+        tokens, routes, sequences, num_partitions, chunk_size, shared, pending=pending is not None
+    )
     rows = torch.full((shared_chunks + routed_chunks, chunk_size), -1, dtype=torch.int32, device=device)
     begin = torch.empty(sequences, 1 + num_partitions, dtype=torch.int32, device=device)
     chunks = torch.empty_like(begin)
@@ -58,12 +70,17 @@ def build_device_plan(index: Tensor, cu_seqlens: Tensor, *, num_partitions: int,
     counts = torch.empty(tiles, num_partitions, dtype=torch.int32, device=device)
     before = torch.empty(sequences + 1, num_partitions, dtype=torch.int32, device=device)
     sizes = dict(R=routes, N=num_partitions, BLOCK=BLOCK, WIDTH=width)
-    grid_of = dict(N=num_partitions, C=chunk_size, SHARED=shared)
+    grid_of = dict(N=num_partitions, C=chunk_size, SHARED=shared, PENDING=pending is not None)
+    held = begin if pending is None else aligned(pending)
     _count((tiles,), (index, counts), (tokens,), sizes)
     _before((sequences + 1,), (index, counts, cu_seqlens, before), (tokens,), sizes)
-    _offset((1,), (cu_seqlens, before, begin, chunks), (sequences, shared_chunks), grid_of | dict(STREAMS=1024))
+    _offset((1,), (cu_seqlens, before, held, begin, chunks), (sequences, shared_chunks), grid_of | dict(STREAMS=1024))
     steps = max(1, sequences.bit_length())
-    _place((tiles,), (index, counts, cu_seqlens, before, begin, rows), (tokens, sequences), grid_of | sizes | dict(STEPS=steps))
+    tensors = (index, counts, cu_seqlens, before, held, begin, rows)
+    _place((tiles,), tensors, (tokens, sequences), grid_of | sizes | dict(STEPS=steps))
+    if pending is not None:
+        constants = dict(N=num_partitions, C=chunk_size, R=routes, BLOCK=power_of_two(chunk_size))
+        _hold((begin.numel(),), (held, begin, chunks, rows), (tokens,), constants)
     return DevicePlan(rows=rows, begin=begin, chunks=chunks, shared_chunks=shared_chunks, routed_chunks=routed_chunks)
 
 
@@ -116,8 +133,8 @@ def _before_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "shared_chunks"])
 def _offset_kernel(
-    cu_seqlens, before, begin, chunks, sequences, shared_chunks,
-    N: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, STREAMS: tl.constexpr,
+    cu_seqlens, before, held, begin, chunks, sequences, shared_chunks,
+    N: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, PENDING: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """One program: where the chunks of every stream begin, by a running sum over the streams."""
     carry = tl.zeros([], dtype=tl.int32)
@@ -125,7 +142,10 @@ def _offset_kernel(
         s = first + tl.arange(0, STREAMS)
         valid = s < sequences
         length = tl.load(cu_seqlens + s + 1, mask=valid, other=0) - tl.load(cu_seqlens + s, mask=valid, other=0)
-        needed = (length.to(tl.int32) + C - 1) // C
+        length = length.to(tl.int32)
+        if PENDING:
+            length = tl.where(length > 0, length + tl.load(held + s * (1 + N), mask=valid, other=0), 0)
+        needed = (length + C - 1) // C
         if not SHARED:
             needed = needed * 0
         tl.store(begin + s * (1 + N), carry + tl.cumsum(needed, 0) - needed, mask=valid)
@@ -136,8 +156,10 @@ def _offset_kernel(
         stream = first + tl.arange(0, STREAMS)
         valid = stream < sequences * N
         length = tl.load(before + stream + N, mask=valid, other=0) - tl.load(before + stream, mask=valid, other=0)
-        needed = (length + C - 1) // C
         where = (stream // N) * (1 + N) + 1 + stream % N
+        if PENDING:
+            length = tl.where(length > 0, length + tl.load(held + where, mask=valid, other=0), 0)
+        needed = (length + C - 1) // C
         tl.store(begin + where, carry + tl.cumsum(needed, 0) - needed, mask=valid)
         tl.store(chunks + where, needed, mask=valid)
         carry += tl.sum(needed, 0)
@@ -145,8 +167,8 @@ def _offset_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _place_kernel(
-    index, counts, cu_seqlens, before, begin, rows, tokens, sequences,
-    C: tl.constexpr, SHARED: tl.constexpr, STEPS: tl.constexpr,
+    index, counts, cu_seqlens, before, held, begin, rows, tokens, sequences,
+    C: tl.constexpr, SHARED: tl.constexpr, PENDING: tl.constexpr, STEPS: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -162,6 +184,8 @@ def _place_kernel(
         high = tl.where(after, high, tl.maximum(middle, low + 1))
     if SHARED:
         position = token - tl.load(cu_seqlens + low, mask=valid, other=0).to(tl.int32)
+        if PENDING:
+            position += tl.load(held + low * (1 + N), mask=valid, other=0)
         chunk = tl.load(begin + low * (1 + N), mask=valid, other=0) + position // C
         tl.store(rows + chunk.to(tl.int64) * C + position % C, token, mask=valid)
     partition = tl.arange(0, WIDTH)
@@ -172,8 +196,22 @@ def _place_kernel(
         inside = valid & (chosen >= 0) & (chosen < N)
         own = tl.sum(tl.where(partition[None, :] == chosen[:, None], rank, 0), 1)
         position = own - tl.load(before + low * N + chosen, mask=inside, other=0)
+        if PENDING:
+            position += tl.load(held + low * (1 + N) + 1 + chosen, mask=inside, other=0)
         chunk = tl.load(begin + low * (1 + N) + 1 + chosen, mask=inside, other=0) + position // C
         tl.store(rows + chunk.to(tl.int64) * C + position % C, token * R + r, mask=inside)
 
 
-_count, _before, _offset, _place = (Launch(k) for k in (_count_kernel, _before_kernel, _offset_kernel, _place_kernel))
+@triton.jit(do_not_specialize=["tokens"])
+def _hold_kernel(held, begin, chunks, rows, tokens, N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    """The pending rows of a stream that gets new ones. Grid (streams)."""
+    stream = tl.program_id(0)
+    position = tl.arange(0, BLOCK)
+    present = (position < tl.load(held + stream)) & (tl.load(chunks + stream) > 0)
+    row = (tokens + stream * C + position) * (1 if stream % (1 + N) == 0 else R)
+    tl.store(rows + tl.load(begin + stream).to(tl.int64) * C + position, row, mask=present)
+
+
+_count, _before, _offset, _place, _hold = (
+    Launch(k) for k in (_count_kernel, _before_kernel, _offset_kernel, _place_kernel, _hold_kernel)
+)
