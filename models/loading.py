@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.models.hub import check_available
 from posttrain.models.sizes import resolve
 from posttrain.models.sse_h import SSEHConfig, SSEHForCausalLM
 
@@ -88,8 +89,8 @@ def load_model(
     folder = Path(path)
     if folder.exists():
         _check_folder(folder)
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"{name}: no such folder")
+    else:
+        check_available(name, revision=revision)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:

@@ -79,6 +79,8 @@ def estimate(recipe: Recipe) -> Estimate:
         if "vocab_size" not in fields:
             result.add("model", "vocabulary", f"unknown: {DEFAULTS['vocab_size']:,} assumed for {recipe.model.tokenizer}")
         result.add("model", "layers", _layers(resolve(fields)["layer_types"]))
+    if "distill" in recipe.stages:
+        _distill(recipe, result)
     if "sft" in recipe.stages:
         _sft(recipe, fields, result)
     if "grpo" in recipe.stages:
@@ -199,6 +201,23 @@ def activation_bytes(fields: dict[str, Any], tokens: int, *, element: int, check
     return tokens * sum(layers)
 
 
+def _distill(recipe: Recipe, result: Estimate) -> None:
+    config = recipe.distill
+    assert config.problems is not None and config.teacher is not None, "checked by the recipe"
+    problems = source_rows(config.problems)
+    if problems is None:
+        result.add("distill", "traces", f"{config.samples} a problem of {config.problems.path}: its size is known after download")
+        return
+    traces = problems * config.samples
+    result.numbers["distill.tokens"] = traces * config.max_tokens
+    result.add(
+        "distill",
+        "tokens",
+        f"at most {count(traces * config.max_tokens)} by the teacher {config.teacher.model}: {problems:,} problems x "
+        f"{config.samples} traces",
+    )
+
+
 def _sft(recipe: Recipe, fields: dict[str, Any] | None, result: Estimate) -> None:
     row = recipe.data.max_length
     micro = recipe.argument("trainer", "per_device_train_batch_size") * row
@@ -206,9 +225,12 @@ def _sft(recipe: Recipe, fields: dict[str, Any] | None, result: Estimate) -> Non
     _memory(recipe, fields, "trainer", "sft", micro, result)
     result.add("sft", "tokens a step", f"{count(step)}: {step // row} packed rows of {row:,}")
     steps, epochs = recipe.argument("trainer", "max_steps"), recipe.argument("trainer", "num_train_epochs")
-    source = recipe.data.train
+    source = recipe.data.train or recipe.distill.problems
     assert source is not None, "checked by the recipe"
     rows = source_rows(source)
+    if recipe.data.train is None:
+        most, each = recipe.distill.balance.rows, recipe.distill.balance.per_problem
+        rows = most if rows is None or (most is not None and most < rows * each) else rows * each
     if steps > 0:
         result.numbers["sft.tokens"] = steps * step
         result.add("sft", "steps", f"{steps:,}: {count(steps * step)} tokens")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 STAGE_COMMANDS = {
     "run": "run every stage of the recipe in order; finished stages are skipped",
+    "distill": "have a teacher write traces of the recipe's problems, and keep the verified ones as rows for SFT",
     "sft": "supervised fine-tuning on the recipe's traces",
     "grpo": "reinforcement learning on the recipe's prompts",
     "eval": "evaluate; model=PATH evaluates any checkpoint",
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--resume", action="store_true", help="continue an unfinished stage at its last checkpoint")
     _recipe_command(commands, "check", "validate a recipe, print it resolved, and estimate memory and tokens; starts nothing")
     _generate_command(commands)
+    _compare_command(commands)
     commands.add_parser("doctor", help="say what this machine has, which backends will be used, and what to install")
     return parser
 
@@ -58,6 +60,15 @@ def _recipe_command(commands: argparse._SubParsersAction, name: str, text: str) 
     command.add_argument("recipe", help="YAML file, or a run folder (its config.yaml)")
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     return command
+
+
+def _compare_command(commands: argparse._SubParsersAction) -> None:
+    text = "compare two evaluated runs problem by problem: the difference with its interval, and the problems that changed"
+    command = commands.add_parser("compare", help=text, description=text)
+    for name in ("a", "b"):
+        command.add_argument(
+            f"run_{name}", metavar=f"RUN_{name.upper()}", help="run folder, or RUN/eval/MODEL for one of its models"
+        )
 
 
 def _generate_command(commands: argparse._SubParsersAction) -> None:
@@ -119,6 +130,10 @@ def _dispatch(args: argparse.Namespace) -> int:
         from posttrain.rollout.cli import generate_command
 
         return generate_command(args)
+    if args.command == "compare":
+        from posttrain.evaluation.compare import compare_command
+
+        return compare_command(args.run_a, args.run_b)
     recipe = read_recipe(args.command, args.recipe, args.overrides)
     if args.command == "check":
         from posttrain.check import check
@@ -146,11 +161,12 @@ def read_recipe(command: str, path: str, overrides: list[str]) -> Recipe:
             raise ConfigError(f"{folder} is a folder without config.yaml; give a recipe (YAML) or a run folder")
         if not any(text.startswith("run_dir=") for text in overrides):
             overrides.append(f"run_dir={folder}")
-    model = None
-    if command in ("eval", "check"):
-        overrides, model = _expand_model(overrides)
+    elif command == "report" and not path.endswith((".yaml", ".yml")) and not os.path.exists(path):
+        raise ConfigError(f"{path}: no such run folder; give the folder of a run (runs/NAME by default), or its recipe")
+    overrides, model = _expand_model(overrides)
     recipe = load_recipe(path, overrides)
-    if model is not None and not any(text.startswith("run_dir=") for text in overrides):
+    evaluates = command == "eval" or not set(recipe.stages) - {"eval", "report"}
+    if model is not None and evaluates and not any(text.startswith("run_dir=") for text in overrides):
         # Results of different checkpoints must not meet in one folder.
         overrides.append(f"run_dir={Path(recipe.run_dir) / model_slug(model)}")
         recipe = load_recipe(path, overrides)
@@ -167,7 +183,7 @@ def model_slug(path: str) -> str:
 
 
 def _expand_model(overrides: list[str]) -> tuple[list[str], str | None]:
-    """`model=PATH` is short for model.path=PATH and no new model."""
+    """`model=PATH` is short for model.path=PATH and no new model, in every command that reads a recipe."""
     expanded: list[str] = []
     model = None
     for text in overrides:

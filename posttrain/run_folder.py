@@ -4,6 +4,7 @@ config.yaml               the resolved recipe
 metrics.jsonl             one JSON object a line: stage, step, time, metrics
 stages.json               finished stages
 base/                     the initial weights and tokenizer
+distill/traces.jsonl      every trace of the teacher; distill/final the rows that SFT reads
 sft/checkpoint-N, sft/final, grpo/checkpoint-N, grpo/final
 rollouts/step-000001.parquet
 eval/<model>/<suite>/samples.jsonl, eval/results.json
@@ -49,6 +50,11 @@ FREE_TO_CHANGE = {
     ),
     "ray.object_store_memory_mb",
     *("rollout.max_sequences", "rollout.max_prefill_tokens"),
+    *(
+        f"distill.teacher.{name}"
+        for name in ("engines", "max_failures", "base_url", "api_key_env", "concurrency", "timeout_s", "retries", "max_sequences")
+    ),
+    "distill.give_up_after",
 } | {
     f"{section}.{name}"
     for section in ("trainer", "grpo")
@@ -61,6 +67,8 @@ FREE_TO_CHANGE = {
 # How long a stage trains may change until it is finished: afterwards there would be nothing to continue.
 FREE_UNTIL_DONE = {"trainer": "sft", "grpo": "grpo"}
 LENGTHS = ("max_steps", "num_train_epochs")
+# Which of the teacher's traces are kept is computed from those that are there, and may change until SFT has begun on them.
+SELECTION = {"distill.filters", "distill.balance", "distill.rows_per_file"}
 
 
 class RunFolder:
@@ -149,7 +157,8 @@ class RunFolder:
             old = recipe_from_dict(old).model_dump(mode="json")
         new = recipe.model_dump(mode="json")
         lengths = {f"{key}.{name}" for key, stage in FREE_UNTIL_DONE.items() if not self.stage_done(stage) for name in LENGTHS}
-        differing = _differences(old, new, FREE_TO_CHANGE | lengths)
+        selection = set() if self._started("sft") else SELECTION
+        differing = _differences(old, new, FREE_TO_CHANGE | lengths | selection)
         if differing:
             shown = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in differing[:12])
             more = f"\n  and {len(differing) - 12} more" if len(differing) > 12 else ""
@@ -157,10 +166,11 @@ class RunFolder:
                 f"run folder {self.path} belongs to another recipe; these keys differ:\n{shown}{more}\n"
                 "choose another folder with run_dir=PATH, delete this one, or put the keys back"
             )
-        if old.get("eval") == new["eval"]:
-            return ()
-        self._forget("eval", "report")
-        return ("eval", "report")
+        again: tuple[str, ...] = () if old.get("eval") == new["eval"] else ("eval", "report")
+        if any(_differences(old.get("distill", {}).get(key), new["distill"][key], set()) for key in ("filters", "balance")):
+            again = ("distill", *(again or ("report",)))
+        self._forget(*again)
+        return again
 
     def _check_unfinished(self, stages: list[str], resume: bool) -> None:
         unfinished = [stage for stage in stages if self._started(stage) and not self.stage_done(stage)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,20 +15,30 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.rewards.errors import RewardError
+from posttrain.rewards.policy import DEFAULT, AnswerPolicy
 from posttrain.rewards.worker import receive_frame, send_frame
 
 CLOSED = "the verifier pool was closed during a verification"
+STARTS = 5  # processes that somebody else may kill one after the other, at their start or over one pair, before it is an error
 _START_LIMIT_S = 120.0  # importing sympy takes about a second; a loaded machine may need many
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a verification ended: "done" with a reply, "timeout" or "crash"; `gold_read`: the gold had been parsed by then."""
+    """How a verification ended; `gold_read`: the gold had been parsed by then.
 
-    kind: Literal["done", "timeout", "crash"]
+    "done" with a reply, "timeout", "crash" (the child died of the verification: out of memory, stack overflow), or "killed" (by
+    somebody else's SIGKILL, for which the pair is not to blame).
+    """
+
+    kind: Literal["done", "timeout", "crash", "killed"]
     seconds: float
     gold_read: bool = False
     reply: dict = field(default_factory=dict)
+
+
+class KilledAtStart(RewardError):
+    """Somebody else ended the process before it could verify, as the kernel does where memory is short; another may live."""
 
 
 class Child:
@@ -50,8 +61,10 @@ class Child:
                 env=_child_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
             )
+        self.ready = False
         started(self)
         self._await_ready()
+        self.ready = True
 
     def _await_ready(self) -> None:
         try:
@@ -63,22 +76,24 @@ class Child:
             self.close()
             if killed:
                 raise RewardError(CLOSED)
+            if reply is None and self.process.returncode < 0:
+                raise KilledAtStart(f"a verifier process was killed by signal {-self.process.returncode} while it started")
             detail = reply["error"] if reply else f"it ended with exit code {self.process.returncode}"
             raise RewardError(f"a verifier process could not start (is math-verify installed?): {detail}")
 
-    def verify(self, gold: str, answer: str | None, kind: str) -> Outcome:
+    def verify(self, gold: str, answer: str | None, kind: str, policy: AnswerPolicy = DEFAULT) -> Outcome:
         """One verification; after any outcome but "done" the child must be killed."""
         started = time.monotonic()
         deadline = _deadline(started + self.timeout_s)
         gold_read = False
         try:
             deadline(self.sock)
-            send_frame(self.sock, {"gold": gold, "answer": answer, "kind": kind})
+            send_frame(self.sock, {"gold": gold, "answer": answer, "kind": kind, "policy": policy.as_dict()})
             while True:
                 reply = receive_frame(self.sock, deadline)
                 seconds = time.monotonic() - started
                 if reply is None:
-                    return Outcome("crash", seconds, gold_read)
+                    return self._died(seconds, gold_read)
                 if "error" in reply:
                     raise RewardError(f"the verifier failed on gold {gold!r}, answer {answer!r}:\n{reply['error']}")
                 if "correct" in reply:
@@ -87,7 +102,14 @@ class Child:
         except TimeoutError:
             return Outcome("timeout", time.monotonic() - started, gold_read)
         except OSError:  # the child died while we wrote to it
-            return Outcome("crash", time.monotonic() - started, gold_read)
+            return self._died(time.monotonic() - started, gold_read)
+
+    def _died(self, seconds: float, gold_read: bool) -> Outcome:
+        try:
+            code = self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            code = None  # the stream ended and the process lives: its own doing
+        return Outcome("killed" if code == -signal.SIGKILL and not self.killed else "crash", seconds, gold_read)
 
     def kill(self) -> None:
         """End it, from any thread. A thread that waits for its answer sees the stream end."""

@@ -1,7 +1,11 @@
 r"""Whether an answer equals the gold, by math-verify with rules around it. Runs in the pool's children, never in the caller.
 
+    answer -> clean -> equal as text? -> a rule of our own? -> several values: each on its own
+           -> math-verify parses -> numbers: by `numbers`; the rest: by math-verify, then checked number by number
+           -> not if it hedges, chains unequal values, or names another unit (`claims`, `units`)
+
 Rules before math-verify settle what it cannot know (an option letter, two ellipses, a.m. against p.m., written bases); the
-check after it takes back acceptances that come from absolute rounding to six places, where `10^{-7}` equals `2\cdot10^{-7}`.
+checks after it take back what it accepts wrongly. It never accepts what no rule and no comparison of values accepts.
 """
 
 from __future__ import annotations
@@ -14,14 +18,19 @@ from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Abs, Basic, Dummy, Expr, I, Pow, Rational
+from sympy import Abs, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Equality, Relational
+from sympy.logic.boolalg import And
 
+from posttrain.rewards import claims, units
 from posttrain.rewards.normalise import clean
+from posttrain.rewards.numbers import differ, is_number, same_number, same_set, with_fractions
+from posttrain.rewards.policy import DEFAULT, AnswerPolicy
 
-RELATIVE_TOLERANCE = Rational(1, 10_000)  # math-verify's six decimals are finer than this for every value above 0.01
-
-_LETTER = re.compile(r"[\s\\{(]*(?:(?:text|mathrm|textbf|mathbf)\s*\{)?\s*\(?\s*([A-Z])\s*\)?\s*(?:[}.:)\s\\,].*)?", re.DOTALL)
-_BASED = re.compile(r"([0-9A-Za-z]+)_\{?(?:\\text\{)?(\d+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\}*")
+_BASED = re.compile(
+    r"(-?)\(?([0-9A-Za-z.]+)\)?_\{?(?:\\(?:text|mathrm)\{)?(\d+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\}*"
+)
 _BASES = {
     "two": 2,
     "three": 3,
@@ -80,7 +89,7 @@ def _parse_alone(cleaned: str) -> Sequence[Basic | str]:
     return parse(rf"\boxed{{{cleaned}}}", _ALONE, parsing_timeout=None)  # type: ignore[arg-type]  # None: no SIGALRM
 
 
-def matches(gold: Gold, answer: str, kind: str = "boxed") -> bool:
+def matches(gold: Gold, answer: str, kind: str = "boxed", policy: AnswerPolicy = DEFAULT) -> bool:
     """Whether `answer` equals the gold; `kind` as in `extract.Answer`.
 
     A marked answer may be wrapped in words ("Answer: 100 dollars"): where it does not match as it stands, math-verify looks
@@ -88,67 +97,145 @@ def matches(gold: Gold, answer: str, kind: str = "boxed") -> bool:
     """
     if _CODE.search(answer):
         return False
-    if kind != "tail" and _matches_alone(gold, answer):
+    if kind != "tail" and _matches_alone(gold, answer, policy):
         return True
-    return kind != "boxed" and _matches_within(gold, answer if kind == "tail" else f"Answer: {answer}")
+    return kind != "boxed" and _matches_within(gold, answer if kind == "tail" else f"Answer: {answer}", kind, policy)
 
 
-def _matches_within(gold: Gold, text: str) -> bool:
-    letter = _single_letter(gold.text)
+def _matches_within(gold: Gold, text: str, kind: str, policy: AnswerPolicy) -> bool:
+    if kind == "marked" and claims.hedged_sentence(text) and not claims.hedged_sentence(gold.text):
+        return False
+    if kind == "tail" and claims.ends_in_a_choice(text) and _names_one(gold):
+        return False
+    letter = claims.option_of_gold(gold.text) if policy.choices else None
     if letter:
-        letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", text)
-        return bool(letters) and letters[-1] == letter
-    return _agree(gold, parse(text, _TAIL, parsing_timeout=None))  # type: ignore[arg-type]
+        return claims.last_option(text) == letter
+    return _agree(gold, parse(text, _TAIL, parsing_timeout=None), policy)  # type: ignore[arg-type]
 
 
-def _matches_alone(gold: Gold, answer: str) -> bool:
+def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
     cleaned = clean(answer)
     if not cleaned:
         return False
     if _squeeze(cleaned) == _squeeze(gold.text):
         return True
-    decided = _by_rule(gold.text, cleaned)
+    decided = _by_rule(gold.text, cleaned, policy)
     if decided is not None:
         return decided
+    if policy.ordered_lists and len(golds := claims.several(gold.text)) > 1:
+        return _matches_in_order(golds, claims.several(cleaned), policy)
+    if _names_one(gold):
+        parts = claims.several(cleaned, words_only=isinstance(gold.parsed[0], (Interval, Tuple)) and "(" not in cleaned[1:])
+        if len(parts) > 1:
+            return all(_matches_alone(gold, part, policy) for part in parts)
+    elif gold.text.startswith(r"\{") and len(sets := claims.several(cleaned)) > 1 and sets[0].startswith(r"\{"):
+        return False  # several sets are not their union, to which math-verify flattens them
     gold, cleaned = _common_form(gold, cleaned)
-    return _agree(gold, _parse_alone(cleaned))
+    if not _agree(gold, _parse_alone(cleaned), policy):
+        return False
+    return not _overclaims(gold, cleaned, policy)
+
+
+def _matches_in_order(golds: list[str], parts: list[str], policy: AnswerPolicy) -> bool:
+    read = [read_gold(part) for part in golds]
+    return len(read) == len(parts) and all(
+        gold is not None and _matches_alone(gold, part, policy) for gold, part in zip(read, parts, strict=True)
+    )
+
+
+def _names_one(gold: Gold) -> bool:
+    """Whether the gold is one value, so that an answer of several must say it several times."""
+    if isinstance(gold.parsed[0], (FiniteSet, str)) or re.search(r"\\pm|\\mp|\\cup|\\setminus|\\begin", gold.text):
+        return False
+    return len(claims.several(gold.text)) == 1
+
+
+def _overclaims(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
+    """Whether an answer whose value matches says more than that value, or takes it back."""
+    if claims.hedged(gold.text, answer, single=_names_one(gold)) or (policy.units == "check" and units.clash(gold.text, answer)):
+        return True
+    if _joins(gold.text) != _joins(answer) and all("<" in text or ">" in text or "\\" in text for text in (gold.text, answer)):
+        return _joins(gold.text) + _joins(answer) == "orand" or _joins(gold.text) + _joins(answer) == "andor"
+    sides = claims.chain(answer)
+    if len(sides) < 2 or len(claims.several(answer)) > 1 or isinstance(gold.parsed[0], (FiniteSet, str)):
+        return False
+    value = gold.parsed[0]
+    if isinstance(value, (Equality, And)) and not (
+        _assigns(value) and re.fullmatch(r"\\?[A-Za-z]\w*(?:\(.*\))?|\|.*\|", sides[0])
+    ):
+        return False
+    return any(_is_other_number(gold, side, policy) for side in sides)
+
+
+def _joins(text: str) -> str:
+    """The word that joins two inequalities."""
+    words = set(re.findall(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", text))
+    return words.pop() if len(words) == 1 else ""
+
+
+def _assigns(value: Basic) -> bool:
+    first = value.args[0] if isinstance(value, And) else value
+    return isinstance(first, Equality) and isinstance(first.lhs, (Symbol, AppliedUndef, Abs))
+
+
+def _is_other_number(gold: Gold, side: str, policy: AnswerPolicy) -> bool:
+    """Whether one side of a chain is a number and not the gold: `41 = 42` claims both."""
+    parsed = _parse_alone(clean(side)) if clean(side) else []
+    return bool(parsed) and is_number(parsed[0]) and not _agree(gold, parsed, policy)
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    """Without spaces, but for those that part numbers: `1 7` is not `17`."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
-def _by_rule(gold: str, answer: str) -> bool | None:
+def _by_rule(gold: str, answer: str, policy: AnswerPolicy) -> bool | None:
     """What can be settled on the texts alone, else None."""
-    letter = _single_letter(gold)
+    letter = claims.option_of_gold(gold) if policy.choices else None
     if letter:
-        found = _LETTER.fullmatch(answer.upper() if len(answer.strip("(). ")) == 1 else answer)
-        return found is not None and found.group(1) == letter
+        return claims.names_option(letter, answer)
+    if claims.bare_numbers(answer) and not claims.bare_numbers(gold):
+        return False
+    if claims.is_word(gold) and re.fullmatch(r"[A-Za-z]+", answer):
+        return gold.lower() == answer.lower()
     if _DOTS.search(gold) or _DOTS.search(answer):
         forms = [_squeeze(_DOTS.sub("…", text)).replace("$", "") for text in (gold, answer)]
         return forms[0] == forms[1]
     halves = [re.search(r"([ap])\.?\s?m\b", text, re.IGNORECASE) for text in (gold, answer)]
     if halves[0] and halves[1] and halves[0].group(1).lower() != halves[1].group(1).lower():
         return False
+    if _nesting(gold) != _nesting(answer) or claims.other_brackets(gold, answer):
+        return False
+    return _bases(gold, answer)
+
+
+def _bases(gold: str, answer: str) -> bool | None:
+    """Numerals with a written base: the digits and the base must be the same."""
     based = [_BASED.fullmatch(_squeeze(text)) for text in (gold, answer)]
-    if based[0] and based[1] and gold[0].isdigit():
-        digits = [match.group(1).lower().lstrip("0") for match in based if match]
-        bases = [_BASES.get(match.group(2), match.group(2)) for match in based if match]
-        return digits[0] == digits[1] and str(bases[0]) == str(bases[1])
-    return None
+    if not (based[0] and based[1] and any(character.isdigit() for character in gold.split("_")[0])):
+        return None
+    forms = [
+        (match.group(1), match.group(2).lower().lstrip("0"), str(_BASES.get(match.group(3), match.group(3))))
+        for match in based
+        if match
+    ]
+    return forms[0] == forms[1]
 
 
-def _single_letter(gold: str) -> str | None:
-    r"""The option that a multiple-choice gold names: `C`, `(C)`, `\text{C}`."""
-    found = re.fullmatch(r"(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?\s*\(?([A-J])\)?\.?\s*\}?", gold.strip())
-    return found.group(1) if found else None
+def _nesting(text: str) -> int:
+    r"""Sets inside sets: `\{1, \{2\}\}` is not `\{1, 2\}`, to which math-verify flattens it."""
+    depth = deepest = 0
+    for brace in re.findall(r"\\([{}])", text):
+        depth += 1 if brace == "{" else -1
+        deepest = max(deepest, depth)
+    return deepest if deepest > 1 else 0
 
 
 def _common_form(gold: Gold, answer: str) -> tuple[Gold, str]:
     r"""Bring two notations of one thing together: `a \pm b` and a list of both; `9 \pmod{11}` and `9`."""
-    if answer.count(r"\pm") == 1 and gold.text.count(r"\pm") == 0 and "," in gold.text:
+    if answer.count(r"\pm") == 1 and (r"\pm" in gold.text or "," in gold.text):
         answer = _both_signs(answer)
-    elif gold.text.count(r"\pm") == 1 and answer.count(r"\pm") == 0 and "," in answer:
+    if gold.text.count(r"\pm") == 1:
         gold = read_gold(_both_signs(gold.text)) or gold
     modulus = re.compile(r"\\p?mod\s*(?:\{[^{}]*\}|\d+)|\\equiv")
     if not modulus.search(gold.text):
@@ -160,28 +247,60 @@ def _both_signs(text: str) -> str:
     return text.replace(r"\pm", "+") + ", " + text.replace(r"\pm", "-")
 
 
-def _agree(gold: Gold, answer: Sequence[Basic | str]) -> bool:
-    if not answer or _clearly_different(gold.parsed[0], answer[0]):
-        return False
-    if _verify(list(gold.parsed), list(answer)):
-        return not _only_by_rounding(gold.parsed[0], answer[0])
-    first, second = gold.parsed[0], answer[0]
-    if not (isinstance(first, Expr) and isinstance(second, Expr)):
-        return False
-    return any(reread(first) != first and _verify(reread(first), reread(second)) for reread in _rereadings(first, second))
-
-
-def _clearly_different(gold: Basic | str, answer: Basic | str) -> bool:
-    """Whether two numbers differ by more than rounding and percent signs can explain: spares most wrong answers `simplify`."""
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.free_symbols or answer.free_symbols:
+def _agree(gold: Gold, answer: Sequence[Basic | str], policy: AnswerPolicy) -> bool:
+    if not answer:
         return False
     try:
-        values = [complex(value.evalf(15)) for value in (gold, answer)]
-    except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
-        return False  # no plain numbers: math-verify must say
-    if not all(1e-3 < abs(value) < 1e15 for value in values):
+        return _equal_values(gold, answer, policy)
+    except (MemoryError, RecursionError):
+        raise  # the worker ends itself
+    except Exception:  # noqa: BLE001 - sympy raises anything on what a model wrote; what cannot be computed is not equal
         return False
-    return all(abs(values[0] * scale / values[1] - 1) > 1e-2 for scale in (1, 100, 1e-2))
+
+
+def _equal_values(gold: Gold, answer: Sequence[Basic | str], policy: AnswerPolicy) -> bool:
+    first, second = gold.parsed[0], answer[0]
+    numeric = same_number(_last_side(first, second), _last_side(second, first), policy)
+    if numeric is None:
+        numeric = same_set(first, second, policy)
+    if numeric is not None:
+        return numeric
+    if _verify(list(gold.parsed), list(answer)):
+        return not differ(first, second, policy)
+    if isinstance(first, (Relational, And)) and isinstance(second, (Relational, And)):
+        return _same_solutions(first, second)
+    if not (isinstance(first, Expr) and isinstance(second, Expr)):
+        return False
+    for reread in _rereadings(first, second):
+        pair = reread(first), reread(second)
+        if pair != (first, second) and _verify(*pair) and not differ(*pair, policy):
+            return True
+    return False
+
+
+def _last_side(value: Any, other: Any) -> Any:
+    """What an assignment gives to its left side, where the other thing is no relation: `x = 7` against `7`."""
+    if isinstance(other, (Relational, And)) or not isinstance(value, (Relational, And)):
+        return value
+    last = value.args[-1] if isinstance(value, And) else value
+    return last.rhs if isinstance(last, Equality) and _names_a_value(last.lhs) else value
+
+
+def _names_a_value(side: Basic) -> bool:
+    """Whether a left side is a name (`x`, `f(2)`, `|AB|`) or worked-out numbers, not an equation in unknowns (`11a+c`)."""
+    return isinstance(side, (Symbol, Abs)) or not side.free_symbols or not side.is_Add
+
+
+def _same_solutions(first: Any, second: Any) -> bool:
+    """Whether two inequalities in one unknown hold for the same numbers: `2x > 6` and `x > 3`."""
+    if first.free_symbols != second.free_symbols or len(first.free_symbols) != 1:
+        return False
+    if isinstance(first, Equality) or isinstance(second, Equality):
+        return False
+    try:
+        return bool(first.as_set() == second.as_set())
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return False  # sympy cannot solve it
 
 
 def _verify(gold, answer) -> bool:
@@ -204,31 +323,9 @@ def _rereadings(gold: Expr, answer: Expr) -> list:
     about_signs = gold.has(Abs) or answer.has(Abs) or any(root.doit().has(Abs) or _squared(root) for root in roots)
     if symbols and roots and not about_signs and {str(s) for s in gold.free_symbols} == {str(s) for s in answer.free_symbols}:
         readings.append({symbol: Dummy(str(symbol), positive=True) for symbol in symbols})
-    return [lambda value, reading=reading: value.xreplace(reading) for reading in readings]
+    return [lambda value, reading=reading: with_fractions(value.xreplace(reading)) for reading in readings]
 
 
 def _squared(root: Pow) -> bool:
     """Whether a root is taken of an even power of a symbol."""
     return any(power.exp.is_even and power.base.free_symbols for power in root.base.atoms(Pow))
-
-
-def _only_by_rounding(gold: Basic | str, answer: Basic | str) -> bool:
-    """Whether two real numbers that math-verify takes as equal differ by more than the relative tolerance."""
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.free_symbols or answer.free_symbols:
-        return False
-    try:
-        gold, answer = gold.doit(), answer.doit()
-        if gold == answer or gold.is_real is not True or answer.is_real is not True:
-            return False
-        if gold.is_zero or answer.is_zero:
-            return not (gold - answer).equals(0)
-        # exact operands: a difference of doubles, or of evalf's fixed digits, loses what is asked about
-        ratio = (_exact(answer) / _exact(gold)).evalf(20)
-        percent = {ratio * 100, ratio / 100}
-        return all(abs(value - 1) > RELATIVE_TOLERANCE for value in {ratio, *percent})
-    except (TypeError, ValueError, AttributeError):
-        return False  # not numbers after all: math-verify's word stands
-
-
-def _exact(value: Expr) -> Any:
-    return value.xreplace({number: Rational(str(number)) for number in value.atoms() if number.is_Float})

@@ -1,8 +1,8 @@
 r"""Where a model's answer stands in its output. Plain string scans, linear in the output, safe in the caller's process.
 
-Policy, in order:
+With the default policy (`posttrain.rewards.policy` has the others), in order:
  1. Only the last `MAX_OUTPUT` characters count, and where a thinking block closes (`</think>`), only what follows it.
-    A thinking block that never closes holds no answer.
+    A thinking block that never closes holds no answer, nor does a second one.
  2. The last `\boxed{...}` with balanced braces. A last box that was cut off is no answer: what stood in an earlier box
     was given up by the model.
  3. With `unboxed_fallback`: "The final answer is 7. I hope it is correct." after the last box (the Minerva prompt's template
@@ -20,6 +20,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.rewards.policy import DEFAULT, AnswerPolicy
+
 MAX_OUTPUT = 400_000  # characters scanned for a box, about 100K tokens
 MAX_TAIL = 1_000  # characters handed to math-verify's own extraction, whose regular expressions backtrack
 MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay below 500
@@ -27,16 +29,22 @@ MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay be
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\w])")
 _WORD = re.compile(r"\s*([^\s$\\,.;]+)")
 _CONNECTIVE = re.compile(
-    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
+    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|[,;/|&]|\\text\s*\{\s*(?:and|or)\s*\}"
+    r"|\b(?:and|or|else|perhaps|maybe|possibly|even|also|either|versus|vs\.?|alternatively|alternately)\b"
+    r"|\n[ \t]*(?:[-*•]|\d+[.)])[ \t]|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
 )
 _MAX_GAP, _MAX_JOINED = 60, 10
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 _MARKERS = (  # what follows on the line is the answer; the first kind that occurs decides, and its last occurrence counts
     re.compile(r"####:?[ \t]*"),
     re.compile(
-        r"(?:\banswers?\b[ \t]*(?:is|are|equals|=|:)|^[ \t*]*A:|答案(?:是|为|：|:))[ \t*:：]*", re.IGNORECASE | re.MULTILINE
+        r"(?:\banswers?\b[ \t]*(?:is|are|(?:could|may|might|must|should|would|will) be|equals|=|:)"
+        r"|^[ \t*]*A:|答案(?:是|为|：|:))[ \t*:：]*",
+        re.IGNORECASE | re.MULTILINE,
     ),
 )
+_MIN_ECHO = 20  # characters; a shorter prompt may stand in an answer for good reason
+_NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Problem|Q|Human|User|Exercise)\s*\d*\s*:|<\|im_start\|>\s*user|<\|user\|>")
 _MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
 _SENTENCE_END = re.compile(
     r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
@@ -52,28 +60,64 @@ class Answer:
     kind: Literal["boxed", "marked", "tail"]
 
 
-def find_answer(output: str, *, unboxed_fallback: bool = True) -> Answer | None:
-    """The answer in a whole model output, or None where there is none."""
+def find_answer(output: str, *, policy: AnswerPolicy = DEFAULT, prompt: str | None = None) -> Answer | None:
+    """The answer in a whole model output, or None where there is none; `prompt` is looked for where an echo of it is cut."""
     text = output[-MAX_OUTPUT:]
-    if "</think>" in text:
-        text = text.rsplit("</think>", 1)[1]
-    elif "<think>" in text:
+    if policy.prompt_echo == "cut" and prompt and len(prompt.strip()) >= _MIN_ECHO:
+        text = text.replace(prompt.strip(), " ")
+    read = _after_thinking(text, policy)
+    if read is None:
         return None
-    found, content = last_box(text)
-    if found and unboxed_fallback and (template := _MINERVA.search(text, text.rindex("box"))):
+    text = _first_answer(read) if policy.run_on == "cut" else read
+    if policy.answer_tag in ("prefer", "require"):
+        tagged = _tagged(text)
+        if tagged is not None:
+            return _within_tag(tagged, policy)
+        if policy.answer_tag == "require":
+            return None
+    found, content = last_box(text, policy)
+    if found and policy.unboxed_fallback and (template := _MINERVA.search(text, text.rindex("box"))):
         return Answer(template.group(1).replace('\\"', "").strip(' "'), "marked")
     if found:
         return None if content is None or not content.strip() else Answer(content, "boxed")
-    if not unboxed_fallback:
+    if not policy.unboxed_fallback:
         return None
-    for marked in (_tagged(text), *(_last_marked(marker, text[-MAX_OUTPUT // 20 :]) for marker in _MARKERS)):
+    tagged = _tagged(text) if policy.answer_tag != "ignore" else None
+    for marked in (tagged, *(_last_marked(marker, text[-MAX_OUTPUT // 20 :]) for marker in _MARKERS)):
         if marked is not None:
             return Answer(marked, "marked")
     tail = text[-MAX_TAIL:].strip()
     return Answer(tail, "tail") if tail else None
 
 
-def last_box(text: str) -> tuple[bool, str | None]:
+def _after_thinking(text: str, policy: AnswerPolicy) -> str | None:
+    """What follows the thinking; None where a block is open at the end, or where one is required and none was closed."""
+    if policy.thinking == "keep":
+        return text
+    closed = "</think>" in text
+    text = text.rsplit("</think>", 1)[1] if closed else text
+    if "<think>" in text or (policy.thinking == "require" and not closed):
+        return None
+    return text
+
+
+def _first_answer(text: str) -> str:
+    """Up to the next question that a base model asks itself after its first box or marked answer."""
+    for match in _NEXT_QUESTION.finditer(text):
+        before = text[: match.start()]
+        if _BOX.search(before) or any(marker.search(before) for marker in _MARKERS):
+            return before
+    return text
+
+
+def _within_tag(tagged: str, policy: AnswerPolicy) -> Answer | None:
+    found, content = last_box(tagged, policy)
+    if found:
+        return None if content is None or not content.strip() else Answer(content, "boxed")
+    return Answer(tagged, "marked")
+
+
+def last_box(text: str, policy: AnswerPolicy = DEFAULT) -> tuple[bool, str | None]:
     r"""(a box was opened, content of the last one or None where it never closes).
 
     Boxes inside a box belong to it: the last *outermost* box counts. Boxes that only a connective parts (`\boxed{1} and
@@ -82,9 +126,16 @@ def last_box(text: str) -> tuple[bool, str | None]:
     boxes = _outermost_boxes(text)
     if not boxes:
         return False, None
+    if policy.open_box == "previous":
+        boxes = [box for box in boxes if box[2] is not None] or boxes[-1:]
     start, _, content = boxes[-1]
     if content is None:
         return True, None
+    if policy.boxes == "last":
+        return True, content
+    if policy.boxes == "same":
+        said = {"".join(box.split()) for _, _, box in boxes if box is not None and box.strip()}
+        return True, content if len(said) == 1 else None
     joined = [content]
     for before_start, before_end, before in reversed(boxes[:-1]):
         gap = text[before_end:start]

@@ -8,11 +8,12 @@ reward(prompts=["What is 6*7?"], completions=[r"It is \\boxed{42}."], answer=["4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.extract import completion_text
+from posttrain.rewards.policy import AnswerPolicy
 from posttrain.rewards.pool import VerifierPool
 
 
@@ -23,7 +24,7 @@ class MathsReward:
         pool: where answers are verified; its owner closes it.
         column: dataset column of the gold answers.
         correct, wrong: the values given.
-        unboxed_fallback: whether an answer outside a box counts; None leaves it to the pool.
+        policy: where an answer stands and what equals it; None leaves it to the pool, a mapping changes the fields it names.
     """
 
     __name__ = "maths"
@@ -36,10 +37,12 @@ class MathsReward:
         column: str = "answer",
         correct: float = 1.0,
         wrong: float = 0.0,
-        unboxed_fallback: bool | None = None,
+        policy: AnswerPolicy | Mapping[str, Any] | None = None,
     ):
         self.pool, self.column, self.correct, self.wrong = pool, column, correct, wrong
-        self.unboxed_fallback = unboxed_fallback
+        self.policy = AnswerPolicy.of(
+            {**pool.policy.as_dict(), **policy} if isinstance(policy, Mapping) else policy or pool.policy
+        )
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One value a completion, in order.
@@ -53,5 +56,15 @@ class MathsReward:
             others = ", ".join(sorted(columns)) or "none"
             raise RewardError(f"reward {self.__name__!r}: the column {self.column!r} of gold answers {given} (columns: {others})")
         pairs = [(gold, completion_text(completion)) for gold, completion in zip(golds, completions, strict=True)]
-        verdicts = self.pool.verify(pairs, unboxed_fallback=self.unboxed_fallback)
+        verdicts = self.pool.verify(pairs, policy=self.policy, prompts=[_prompt_text(prompt) for prompt in prompts])
         return [None if v.correct is None else self.correct if v.correct else self.wrong for v in verdicts]
+
+
+def _prompt_text(prompt: object) -> str | None:
+    """The prompt, or the last user turn of a conversation; None for anything else."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], dict):
+        content = prompt[-1].get("content")
+        return content if isinstance(content, str) else None
+    return None

@@ -9,35 +9,59 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from posttrain.rewards.units import is_unit
+
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
     "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "⁄": "/", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _WRAPPERS = (r"\boxed", r"\fbox", r"\underline", r"\textbf", r"\mathbf", r"\bm", r"\boldsymbol", r"\mbox")
 _MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)/(\d+))")
+# What is not printed is not said: a reader of `43\phantom{42}` sees 43. Bidirectional marks reorder what is printed.
+_INVISIBLE = re.compile(r"\\[hv]?phantom\s*\{[^{}]*\}|[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_FONT = re.compile(r"\\(?:bf|rm|it|sf|tt|large|Large|huge|tiny|small)\s*\{([^{}]*)\}")
+_LETTERS_AFTER_NUMBER = re.compile(r"(?<=\d)[a-z]{2,4}(?![a-zA-Z{(])")
 _NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
 
 
 def clean(text: str) -> str:
     """An answer alone (no sentence around it) in math-verify's dialect."""
-    text = _outer(_plain_unicode(text))
-    text = _unwrap(text)
+    text = _INVISIBLE.sub("", _plain_unicode(text))
+    text = _unwrap(_outer(_FONT.sub(r"\1", text)))
     text = _outer(text)
     text = re.sub(r"\\(?:text)?color\s*\{[a-zA-Z]+\}", "", text)
     text = _NUMBER_GAP.sub("", text)
+    if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text.strip()):
+        text = text.replace(" ", "")
+    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\degree", r"^\circ").replace(r"\mathrm{i}", "i")
+    text = re.sub(r"(?:\\[,; ]|\s)+(?=\^\s*\{?\s*\\circ|\\?%)", "", text)
+    text = re.sub(r"\\text\s*\{\s*\\?\$\s*\}", r"\\$", text)
+    text = re.sub(r"^(\\(?:text|textbf|mathrm)\s*\{[^{}]*?)[.,;]\s*\}$", r"\1}", text)
+    text = re.sub(r"^((?:\\left)?[\[(][^,;()\[\]]+);([^,;()\[\]]+[\])])$", r"\1,\2", text)  # [1;4]
     text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(r"\mathrm{e}", "e").replace(r"\dfrac", r"\frac")
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
     text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
     text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹])\s*$", "", text)
     text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
-    return _mathematics(text)
+    return _mathematics(_LETTERS_AFTER_NUMBER.sub(_product, text))
+
+
+def _product(match: re.Match[str]) -> str:
+    r"""`4ab` -> `4 \cdot a \cdot b`: math-verify takes letters at the end for a unit and reads 4. Known units and words stay."""
+    letters = match.group()
+    if is_unit(letters) or letters in ("am", "pm", "th", "st", "nd", "rd") or list(letters) != sorted(letters):
+        return letters
+    return "".join(rf" \cdot {letter}" for letter in letters)
 
 
 def _plain_unicode(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}", text)
     text = re.sub(r"√\s*\(?(\d+(?:\.\d+)?|[a-z])\)?", r"\\sqrt{\1}", text)
     # decimal digits of every script, full-width letters and signs
     text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else str(int(c)) if c.isdecimal() and c > "9" else c for c in text)

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import os
 import queue
-import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from posttrain.rewards.child import CLOSED, Child, Outcome
+from posttrain.rewards import quick
+from posttrain.rewards.child import CLOSED, STARTS, Child, KilledAtStart, Outcome
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.extract import MAX_ANSWER, find_answer, gold_text
+from posttrain.rewards.policy import AnswerPolicy
 
-_CANONICAL_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
+PolicyLike = AnswerPolicy | Mapping[str, Any] | Any | None
+
 _GOLD_CACHE = 50_000
 
 
@@ -70,20 +73,20 @@ class VerifierPool:
         workers: child processes at most; they start when work needs them.
         timeout_s: wall-clock limit of one verification.
         memory_mb: what one verification may take beyond the child's own footprint.
-        unboxed_fallback: whether an output without a box may still hold an answer (see `posttrain.rewards.extract`).
+        policy: where an answer stands and what equals it; an `AnswerPolicy`, a mapping of its fields, or the recipe's section.
 
     Use as a context manager or call `close()`; a pool that is dropped, or whose process ends in any way, takes its children
     along.
     """
 
-    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 1024, *, unboxed_fallback: bool = True):
+    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 1024, *, policy: PolicyLike = None):
         for name, value, least in (("workers", workers, 1), ("memory_mb", memory_mb, 16)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}, but it must be an integer of at least {least}")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s={timeout_s!r}, but it must be a positive number of seconds")
         self.workers, self.timeout_s, self.memory_mb = workers, float(timeout_s), memory_mb
-        self.unboxed_fallback = unboxed_fallback
+        self.policy = AnswerPolicy.of(policy)
         self.counters = Counters()
         self._closed = False
         self._start()
@@ -93,8 +96,14 @@ class VerifierPool:
         self._readable: dict[str, bool] = {}
         self._finalizer = weakref.finalize(self, _State.shut_down, self._state)
 
-    def verify(self, pairs: Sequence[tuple[object, str]], *, unboxed_fallback: bool | None = None) -> list[Verdict]:
+    def verify(
+        self, pairs: Sequence[tuple[object, str]], *, policy: PolicyLike = None, prompts: Sequence[str | None] | None = None
+    ) -> list[Verdict]:
         """One verdict a pair (gold answer, whole model output), in the order given.
+
+        Args:
+            policy: for this call; by default the pool's.
+            prompts: one a pair, where an echo of it in the output is not to be read.
 
         Raises:
             RewardError: the pool is closed, or a child cannot be started at all.
@@ -103,43 +112,41 @@ class VerifierPool:
             raise RewardError("the verifier pool is closed; make a new one")
         if self._state.pid != os.getpid():
             self._start()  # this process was forked off the one that owned the threads and children
-        fallback = self.unboxed_fallback if unboxed_fallback is None else unboxed_fallback
+        chosen = self.policy if policy is None else AnswerPolicy.of(policy)
+        if prompts is not None and len(prompts) != len(pairs):
+            raise ValueError(f"{len(prompts)} prompts for {len(pairs)} pairs")
         verdicts: list[Verdict | None] = [None] * len(pairs)
         tasks = []
         batch = _Batch(verdicts)
         for index, (gold, output) in enumerate(pairs):
             if not isinstance(output, str):
                 raise TypeError(f"pair {index}: the output must be a string, got {type(output).__name__}")
-            decided = self._decide_here(gold, output, fallback)
+            decided = self._decide_here(gold, output, chosen, None if prompts is None else prompts[index])
             if isinstance(decided, Verdict):
                 verdicts[index] = decided
             else:
-                tasks.append(_Task(batch, index, *decided))
+                tasks.append(_Task(batch, index, *decided, chosen))
         if tasks:
             self._state.run(batch, tasks)
             self._remember(tasks, verdicts)
         return self._count(verdicts, len(tasks))
 
-    def _decide_here(self, gold: object, output: str, fallback: bool) -> Verdict | tuple[str, str | None, str]:
-        """The verdict where it is certain without sympy, else (gold, answer, kind of answer) for a child.
-
-        Two integers in canonical decimal form (no sign of plus, no leading zero, no separator) are equal exactly when their
-        strings are: no reading of either as mathematics can say otherwise, and no text that a model could box turns a wrong
-        integer into such a match. Everything else goes to a child.
-        """
+    def _decide_here(
+        self, gold: object, output: str, policy: AnswerPolicy, prompt: str | None
+    ) -> Verdict | tuple[str, str | None, str]:
+        """The verdict where it is certain without sympy (`quick`), else (gold, answer, kind of answer) for a child."""
         text = gold_text(gold)
         if text is None:
             return Verdict(correct=None, reason="unreadable_gold")
-        answer = find_answer(output, unboxed_fallback=fallback)
-        integer_gold = _CANONICAL_INTEGER.fullmatch(text) is not None
-        readable = integer_gold or self._readable.get(text)
+        answer = find_answer(output, policy=policy, prompt=prompt)
+        readable = quick.is_plain(text) or self._readable.get(text)
         if readable is False:
             return Verdict(correct=None, reason="unreadable_gold")
         if answer is None:
             return Verdict(correct=False, reason="no_answer") if readable else (text, None, "boxed")
         content = " ".join(answer.text.split())
-        if integer_gold and answer.kind != "tail" and _CANONICAL_INTEGER.fullmatch(content):
-            correct = content == text or {content, text} == {"0", "-0"}
+        correct = None if answer.kind == "tail" else quick.same_number(text, content, policy)
+        if correct is not None:
             return Verdict(correct=correct, reason="match" if correct else "mismatch")
         if len(content) > MAX_ANSWER:
             return Verdict(correct=False, reason="too_long") if readable else (text, None, "boxed")
@@ -176,11 +183,11 @@ class VerifierPool:
 
     def __reduce__(self):
         # sent to another process, the pool arrives with the same settings and children of its own
-        return _rebuild, (self.workers, self.timeout_s, self.memory_mb, self.unboxed_fallback)
+        return _rebuild, (self.workers, self.timeout_s, self.memory_mb, self.policy)
 
 
-def _rebuild(workers: int, timeout_s: float, memory_mb: int, unboxed_fallback: bool) -> VerifierPool:
-    return VerifierPool(workers, timeout_s, memory_mb, unboxed_fallback=unboxed_fallback)
+def _rebuild(workers: int, timeout_s: float, memory_mb: int, policy: AnswerPolicy) -> VerifierPool:
+    return VerifierPool(workers, timeout_s, memory_mb, policy=policy)
 
 
 class _Batch:
@@ -222,6 +229,7 @@ class _Task:
     gold: str
     answer: str | None
     kind: str
+    policy: AnswerPolicy
 
 
 class _State:
@@ -301,16 +309,31 @@ def _serve_slot(state: _State) -> None:
             state.dismiss(child)
 
 
+def _start_child(state: _State) -> Child:
+    for attempt in range(STARTS):
+        try:
+            return Child(state.timeout_s, state.memory_mb, state.admit)
+        except KilledAtStart:
+            with state.lock:
+                state.counters.crashes += 1
+                state.counters.restarts += 1
+            if attempt == STARTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
 def _verify_in_child(state: _State, child: Child | None, task: _Task) -> tuple[Child | None, Verdict]:
     """Verify one task, on a fresh child once more where the first died; returns the child that is left, if any.
 
-    A child that hangs or dies before it has read the gold condemns the gold (None); after that, the output (False).
+    A child that hangs or dies before it has read the gold condemns the gold (None); after that, the output (False). One that was
+    killed from outside condemns nothing: the task is done again.
     """
     outcome = Outcome("crash", 0.0)
-    for _ in range(2):
+    crashes = kills = 0
+    while crashes < 2 and kills < STARTS and outcome.kind != "timeout":
         if child is None:
-            child = Child(state.timeout_s, state.memory_mb, state.admit)
-        outcome = child.verify(task.gold, task.answer, task.kind)
+            child = _start_child(state)
+        outcome = child.verify(task.gold, task.answer, task.kind, task.policy)
         if outcome.kind == "done":
             if outcome.reply.get("retire"):
                 state.dismiss(child)
@@ -320,14 +343,18 @@ def _verify_in_child(state: _State, child: Child | None, task: _Task) -> tuple[C
         child = None
         if state.closing:
             raise RewardError(CLOSED)
+        crashes += outcome.kind == "crash"
+        kills += outcome.kind == "killed"
         with state.lock:
             state.counters.restarts += 1
             if outcome.kind == "timeout":
                 state.counters.timeouts += 1
             else:
                 state.counters.crashes += 1
-        if outcome.kind == "timeout":
-            break
+    if kills == STARTS:
+        raise RewardError(
+            f"verifier processes are killed from outside one after the other ({STARTS} over one pair): out of memory?"
+        )
     if not outcome.gold_read:
         return None, Verdict(correct=None, reason="unreadable_gold", seconds=outcome.seconds)
     return None, Verdict(correct=False, reason=outcome.kind, seconds=outcome.seconds)

@@ -22,6 +22,7 @@ from typing import Any
 
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.format import FormatReward, OverlongPenalty, RepetitionPenalty
+from posttrain.rewards.language import LanguageReward
 from posttrain.rewards.maths import MathsReward
 from posttrain.rewards.pool import VerifierPool
 
@@ -30,6 +31,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "format": FormatReward,
     "overlong": OverlongPenalty,
     "repetition": RepetitionPenalty,
+    "language": LanguageReward,
 }
 
 
@@ -112,15 +114,22 @@ def _evaluate(reward: Reward, prompts: Sequence[Any], completions: Sequence[Any]
         values = reward.function(prompts=prompts, completions=completions, **columns)
     except RewardError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, or end the process
         where, cause = _first_failing(reward, prompts, completions, columns, error)
-        raise RewardError(f"reward {reward.name!r} raised {type(cause).__name__}: {cause}, {where}") from cause
+        raise RewardError(f"reward {reward.name!r} {_said(cause)}, {where}") from cause
     if not isinstance(values, (list, tuple)) or len(values) != len(completions):
         given = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise RewardError(
             f"reward {reward.name!r} returned {given} for {len(completions)} completions; a list of that length is needed"
         )
     return [_number(reward, value, index, completions) for index, value in enumerate(values)]
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        return f"called sys.exit({code}): a reward must return, and None leaves a sample out"
+    return f"raised {type(error).__name__}: {error}"
 
 
 def _number(reward: Reward, value: Any, index: int, completions: Sequence[Any]) -> float | None:
@@ -137,7 +146,7 @@ def _sample(index: int, completions: Sequence[Any]) -> str:
     return f"on sample {index} of {len(completions)}, completion {repr(completions[index])[:300]}"
 
 
-def _first_failing(reward: Reward, prompts, completions, columns, error: Exception) -> tuple[str, Exception]:
+def _first_failing(reward: Reward, prompts, completions, columns, error: BaseException) -> tuple[str, BaseException]:
     """Which sample a reward fails on: called once more on one sample after another, for the message alone."""
     size = len(completions)
     for index in range(size):
@@ -147,7 +156,7 @@ def _first_failing(reward: Reward, prompts, completions, columns, error: Excepti
         }
         try:
             reward.function(prompts=[prompts[index]], completions=[completions[index]], **one)
-        except Exception as cause:  # noqa: BLE001 - raised by the caller, with the sample's name
+        except (Exception, SystemExit) as cause:  # noqa: BLE001 - raised by the caller, with the sample's name
             return _sample(index, completions), cause
     return f"on a batch of {size} (on none of its samples alone)", error
 
@@ -155,10 +164,11 @@ def _first_failing(reward: Reward, prompts, completions, columns, error: Excepti
 def build_rewards(config: Any) -> RewardSet:
     """The reward set of a recipe's `reward` section, given as an object with attributes or a mapping.
 
-    `functions`: entries of `name` (one of maths, format, overlong, repetition) or `path` ("package.module:function",
+    `functions`: entries of `name` (one of maths, format, overlong, repetition, language) or `path` ("package.module:function",
     "file.py:function"), `weight` (1.0), `args` ({}: keyword arguments of a named reward; for one's own, arguments bound to the
     function, or passed to the class). With both given, `name` is what the breakdown calls it. `required` (bool) sets whether
-    None leaves the sample out; by default for `maths` alone. `timeout_s`, `workers`, `memory_mb` set up the verifier pool.
+    None leaves the sample out; by default for `maths` alone. `timeout_s`, `workers`, `memory_mb` and `answer` (fields of
+    `AnswerPolicy`) set up the verifier pool.
 
     Raises:
         RewardError: an entry that names nothing known, cannot be imported, or does not take its `args`.
@@ -194,8 +204,8 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _pool(config: Any) -> VerifierPool:
-    given = {name: _get(config, name) for name in ("workers", "timeout_s", "memory_mb", "unboxed_fallback")}
-    return VerifierPool(**{name: value for name, value in given.items() if value is not None})
+    given = {name: _get(config, name) for name in ("workers", "timeout_s", "memory_mb")}
+    return VerifierPool(**{name: value for name, value in given.items() if value is not None}, policy=_get(config, "answer"))
 
 
 def _named(name: Any, arguments: dict[str, Any]) -> Any:
@@ -235,7 +245,7 @@ def _own(path: str, arguments: dict[str, Any]) -> Any:
 def _import(module_path: str, path: str) -> Any:
     try:
         return importlib.import_module(module_path)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, or end the process
         reason = f"{type(error).__name__}: {error}"
         raise RewardError(f"reward path {path!r}: cannot import {module_path}: {reason}") from error
 
@@ -251,6 +261,6 @@ def _load_file(file: str, path: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything, or end the process
         raise RewardError(f"reward path {path!r}: cannot load {location}: {type(error).__name__}: {error}") from error
     return module

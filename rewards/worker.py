@@ -3,7 +3,7 @@
 It serves one verification at a time over a socket that it inherits as FD, and is made to be killed: by its parent past the
 time limit, by the kernel when its parent dies, by its own limits on memory and CPU time. It never imports torch.
 
-Frames are a 4-byte length and JSON. In: {"gold", "answer", "kind"}. Out: {"ready"} once, then for each verification
+Frames are a 4-byte length and JSON. In: {"gold", "answer", "kind", "policy"}. Out: {"ready"} once, then for each verification
 {"gold_read": true} before the output is looked at, so that the parent knows whose fault a hang is, and {"correct", "reason"}.
 """
 
@@ -92,6 +92,7 @@ def _peak_mb() -> float:
 def serve(sock: socket.socket, memory_mb: int, timeout_s: float) -> None:
     """Answer requests until the parent closes its end, or memory use calls for a fresh process."""
     from posttrain.rewards import compare  # a second of sympy, before the limits and before "ready"
+    from posttrain.rewards.policy import AnswerPolicy
 
     logging.disable(logging.CRITICAL)  # math-verify warns that its own time limit is off; ours is the pool's
     compare.warm_up()
@@ -108,7 +109,7 @@ def serve(sock: socket.socket, memory_mb: int, timeout_s: float) -> None:
                 reply = {"correct": False, "reason": "no_answer"}
             else:
                 send_frame(sock, {"gold_read": True})
-                correct = compare.matches(gold, request["answer"], request["kind"])
+                correct = compare.matches(gold, request["answer"], request["kind"], AnswerPolicy(**request["policy"]))
                 reply = {"correct": correct, "reason": "match" if correct else "mismatch"}
         except (MemoryError, RecursionError):
             os._exit(3)  # caches may be half written; the parent counts a crash and starts afresh

@@ -5,6 +5,7 @@ recipe.model_dump(mode="json")      # the resolved recipe; Recipe.model_validate
 """
 
 from posttrain.config.data import ArithmeticConfig, ColumnMap, DataConfig, DataSource, FilterConfig, ModelConfig
+from posttrain.config.distill import BalanceConfig, DistillConfig, TeacherConfig, TraceFilters
 from posttrain.config.loading import dump_recipe, load_recipe, recipe_from_dict
 from posttrain.config.recipe import STAGES, Recipe
 from posttrain.config.sections import (
@@ -23,10 +24,12 @@ __all__ = [
     "STAGES",
     "SUITES",
     "ArithmeticConfig",
+    "BalanceConfig",
     "ColumnMap",
     "DataConfig",
     "DataSource",
     "DeepSpeedConfig",
+    "DistillConfig",
     "EvalConfig",
     "FilterConfig",
     "GrpoConfig",
@@ -38,6 +41,8 @@ __all__ = [
     "RolloutConfig",
     "Suite",
     "SuiteConfig",
+    "TeacherConfig",
+    "TraceFilters",
     "dump_recipe",
     "load_recipe",
     "recipe_from_dict",

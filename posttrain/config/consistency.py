@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posttrain.config.recipe import Recipe
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
-ORDER = ("sft", "grpo", "eval", "report")
+ORDER = ("distill", "sft", "grpo", "eval", "report")
 
 
 def problems(recipe: Recipe) -> list[str]:
@@ -23,10 +23,13 @@ def problems(recipe: Recipe) -> list[str]:
     if found:
         return found
     found = _stages(recipe) + _decontaminate(recipe)
+    if "distill" in recipe.stages:
+        found += _distill(recipe) + _rewards(recipe)
     if "sft" in recipe.stages:
         found += _sft(recipe) + _intervals(recipe, "trainer")
     if "grpo" in recipe.stages:
-        found += _grpo(recipe) + _rewards(recipe) + _intervals(recipe, "grpo")
+        found += _grpo(recipe) + _intervals(recipe, "grpo")
+        found += [] if "distill" in recipe.stages else _rewards(recipe)
     if "eval" in recipe.stages:
         found += _eval(recipe)
     return found
@@ -82,11 +85,25 @@ def _looks_like_file(name: str) -> bool:
     return name.endswith((".jsonl", ".jsonl.gz", ".json")) or Path(name).is_file()
 
 
+def _distill(recipe: Recipe) -> list[str]:
+    found = []
+    if recipe.distill.teacher is None:
+        found.append("distill.teacher: the stage distill needs a teacher: `model` and where it is (`kind`, `base_url`)")
+    if recipe.distill.problems is None:
+        found.append("distill.problems: the stage distill needs problems with gold answers, as data.prompts does")
+    most = recipe.distill.filters.max_tokens
+    if most is not None and most < recipe.distill.filters.min_tokens:
+        found.append(f"distill.filters.max_tokens: {most} is below min_tokens {recipe.distill.filters.min_tokens}")
+    return found
+
+
 def _sft(recipe: Recipe) -> list[str]:
     found = []
     data, context = recipe.data, context_length(recipe)
-    if data.train is None:
+    if data.train is None and "distill" not in recipe.stages:
         found.append("data.train: the stage sft needs training data with solutions")
+    if data.train is not None and "distill" in recipe.stages:
+        found.append("data.train: leave it out: with the stage distill, sft reads the traces that the teacher writes")
     if context is not None and data.max_length > context:
         found.append(f"data.max_length: {data.max_length} tokens a row, but the model takes {context} (max_position_embeddings)")
     return found
@@ -178,11 +195,23 @@ def _rewards(recipe: Recipe) -> list[str]:
 def _eval(recipe: Recipe) -> list[str]:
     if not recipe.eval.suites:
         return ["eval.suites: the stage eval needs at least one suite"]
-    found = []
+    found = _served(recipe) if recipe.eval.backend.kind == "openai" else []
     for name, suite in recipe.eval.suites.items():
         assert suite.max_tokens is not None, "resolved by EvalConfig"
         found += _fits(recipe, f"eval.suites.{name}.max_tokens", suite.max_tokens)
     return found
+
+
+def _served(recipe: Recipe) -> list[str]:
+    """A server knows its models by names of its own, and none of what this run's stages make."""
+    made = [name for name in recipe.eval.models if name in ("base", "sft", "grpo")]
+    if made:
+        return [
+            f"eval.models: {', '.join(made)}: a server (eval.backend.kind: openai) is asked by the name it serves a model under"
+        ]
+    if not (recipe.eval.models or recipe.eval.backend.model or recipe.model.path):
+        return ["eval.models: name the model that the server (eval.backend.kind: openai) is to be asked for"]
+    return []
 
 
 def _fits(recipe: Recipe, key: str, completion: int) -> list[str]:

@@ -117,6 +117,9 @@ class ColumnMap(Section):
     level: str | None = "level"
     """Difficulty; optional."""
 
+    subject: str | None = "subject"
+    """Field of mathematics, for evaluation's tables by subject; optional."""
+
 
 class FilterConfig(Section):
     """Which rows stay."""

@@ -8,11 +8,14 @@ from pydantic import Field, field_validator, model_validator
 
 from posttrain.config.base import Section
 from posttrain.config.data import DataConfig, ModelConfig
+from posttrain.config.distill import DistillConfig
 from posttrain.config.sections import DeepSpeedConfig, EvalConfig, GrpoConfig, RayConfig, RewardConfig, RolloutConfig
 from posttrain.config.trl import check_arguments
 
-StageName = Literal["sft", "grpo", "eval", "report"]
-STAGES: tuple[StageName, ...] = ("sft", "grpo", "eval", "report")
+StageName = Literal["distill", "sft", "grpo", "eval", "report"]
+STAGES: tuple[StageName, ...] = ("distill", "sft", "grpo", "eval", "report")
+# Without a word of the recipe: distill needs a teacher, which no recipe has by default.
+DEFAULT_STAGES = STAGES[1:]
 
 
 class Recipe(Section):
@@ -30,7 +33,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: weights, order of the data, rollouts."""
 
-    stages: list[StageName] = Field(default_factory=lambda: list(STAGES), min_length=1)
+    stages: list[StageName] = Field(default_factory=lambda: list(DEFAULT_STAGES), min_length=1)
     """What `posttrain run` runs, in this order."""
 
     model: ModelConfig
@@ -38,6 +41,9 @@ class Recipe(Section):
 
     data: DataConfig = Field(default_factory=DataConfig)
     """What it reads."""
+
+    distill: DistillConfig = Field(default_factory=DistillConfig)
+    """The teacher, and which of its traces become the rows that SFT reads (stage distill)."""
 
     trainer: dict[str, Any] = Field(default_factory=dict)
     """SFT: arguments of TRL's SFTConfig."""

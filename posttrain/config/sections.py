@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from posttrain.config.answers import AnswerConfig
+from posttrain.config.backend import BackendConfig
 from posttrain.config.base import Section
 from posttrain.config.data import ArithmeticConfig, ColumnMap, DataSource
 from posttrain.config.suites import SUITES
@@ -47,6 +49,9 @@ class RewardFunction(Section):
     weight: float = 1.0
     """Factor in the sum."""
 
+    required: bool | None = None
+    """Where this reward gives None, the sample has no reward at all; by default so for `maths` alone."""
+
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward."""
 
@@ -64,6 +69,9 @@ class RewardConfig(Section):
 
     functions: list[RewardFunction] = Field(default_factory=lambda: [RewardFunction(name="maths")], min_length=1)
     """Rewards that are summed with their weights."""
+
+    answer: AnswerConfig = Field(default_factory=AnswerConfig)
+    """Where an answer stands in an output, and what equals it."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one verification; its process is killed then, and the answer counts as wrong."""
@@ -169,6 +177,12 @@ class SuiteConfig(Sampling):
 
     @model_validator(mode="after")
     def _one_origin(self) -> SuiteConfig:
+        known = next((suite for suite in SUITES.values() if suite.hub == self.hub), None)
+        if self.path is not None and known is not None:
+            # A local file replaces a known set, and has columns of its own.
+            self.hub = self.name = self.split = None
+            if self.columns == ColumnMap(**known.columns):
+                self.columns, self.answer_after = ColumnMap(), None
         given = [key for key in ("path", "hub", "arithmetic") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given together; problems come from one place")
@@ -206,7 +220,10 @@ class EvalConfig(Sampling):
     """Seed of the samples."""
 
     max_sequences: Positive | None = None
-    """Sequences decoded at once; by default `rollout.max_sequences`."""
+    """Sequences that an engine decodes at once; by default `rollout.max_sequences`."""
+
+    backend: BackendConfig = Field(default_factory=BackendConfig)
+    """What writes the completions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -222,13 +239,13 @@ class EvalConfig(Sampling):
             if not re.fullmatch(r"[^./\\\0][^/\\\0]{0,99}", name):
                 raise ValueError(f"suites.{name}: the name becomes a folder's: 1 to 100 characters, no slash, no dot in front")
             known = SUITES.get(name)
-            if suite.path is None and suite.hub is None and suite.arithmetic is None:
-                if known is None:
-                    raise ValueError(
-                        f"suites.{name}: not a known suite ({', '.join(SUITES)}); give its `path`, `hub` or `arithmetic`"
-                    )
+            if suite.path is None and suite.hub is None and suite.arithmetic is None and known is None:
+                raise ValueError(
+                    f"suites.{name}: not a known suite ({', '.join(SUITES)}); give its `path`, `hub` or `arithmetic`"
+                )
+            if known is not None and suite.path is None and suite.arithmetic is None and suite.hub in (None, known.hub):
                 suite.hub, suite.name, suite.split, suite.answer_after = known.hub, known.name, known.split, known.answer_after
-                suite.columns = ColumnMap(**known.columns)
+                suite.columns = ColumnMap(**known.columns) if suite.columns == ColumnMap() else suite.columns
             protocol = {"samples": known.samples} if known else {}
             for key, default in DEFAULT_SAMPLING.items():
                 if getattr(suite, key) is None:

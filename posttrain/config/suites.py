@@ -37,7 +37,7 @@ SUITES: dict[str, Suite] = {
         name="OE_TO_maths_en_COMP",
         split="train",
         problems=674,
-        columns={"problem": "question", "answer": "final_answer"},
+        columns={"problem": "question", "answer": "final_answer", "subject": "subfield"},
     ),
     "gsm8k": Suite(
         hub="openai/gsm8k", name="main", split="test", problems=1319, columns={"problem": "question"}, answer_after="####"

@@ -40,11 +40,33 @@ def prompt_ids(tokenizer: Any, row: dict[str, Any], cfg: Any = None) -> list[int
     ids = _prompt(tokenizer, row, cfg)
     limit = getattr(cfg, "max_prompt_length", None)
     if limit is not None and len(ids) > limit:
-        raise DataError(
-            f"row {_name(row)}: its prompt has {len(ids)} tokens, more than data.max_prompt_length {limit}; "
-            "raise it (and the context with it), or leave such rows out with data.overlong_prompt: drop"
-        )
+        raise DataError(_too_long(_name(row), len(ids), limit))
     return ids
+
+
+def conversation_ids(
+    tokenizer: Any, turns: Sequence[dict[str, str]], *, name: str, max_prompt_length: int | None = None
+) -> list[int]:
+    """Ids of a conversation that the assistant is to continue; `prompt_ids` for turns that are already written.
+
+    Raises:
+        DataError: a special token in a user's turn, or more than `max_prompt_length` tokens; `name` says whose.
+    """
+    special = special_tokens(tokenizer)
+    for turn in turns:
+        if turn["role"] == "user":
+            _refuse_special_tokens({"id": name, "problem": turn["content"]}, special, ("problem",))
+    ids = list(_rendered(tokenizer, list(turns), add_generation_prompt=True, return_dict=False))
+    if max_prompt_length is not None and len(ids) > max_prompt_length:
+        raise DataError(_too_long(name, len(ids), max_prompt_length))
+    return ids
+
+
+def _too_long(name: str, tokens: int, limit: int) -> str:
+    return (
+        f"row {name}: its prompt has {tokens} tokens, more than data.max_prompt_length {limit}; "
+        "raise it (and the context with it), or leave such rows out with data.overlong_prompt: drop"
+    )
 
 
 def _prompt(tokenizer: Any, row: dict[str, Any], cfg: Any) -> list[int]:

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 KINDS = ("jsonl", "hub", "arithmetic")
 REQUIRED = ("problem", "answer")
-OPTIONAL = ("id", "solution", "source", "level")
+OPTIONAL = ("id", "solution", "source", "level", "subject")
 DEFAULT_ARITHMETIC_ROWS = 10_000
 
 
@@ -41,7 +41,7 @@ def load_source(
     Args:
         source: a DataSource or an evaluation suite; attributes, all optional: `kind` jsonl | hub | arithmetic; `path` (a file, or
             a folder of .jsonl, .jsonl.gz or .parquet files; the dataset id where kind is hub); `hub` (a dataset id); `name`,
-            `split`, `revision` of a hub dataset; `columns` {problem | answer | solution | id | source | level: its column};
+            `split`, `revision` of a hub dataset; `columns` {problem | answer | solution | id | source | level | subject: column};
             `limit` (rows read, or made); `shuffle` (the limit is then drawn from all rows); `seed`; `answer_after` (the gold
             answer follows this mark); `solution_suffix` (added to solutions without \\boxed{, {answer} in it replaced, after
             the filters); `filters` (see `filters.py`); `arithmetic` (the difficulty, see `arithmetic.py`).

@@ -147,6 +147,9 @@ def _from_pretrained(name: str, model: Any) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    from posttrain.models.hub import check_available
+
+    check_available(name, file="tokenizer_config.json", what="tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(getattr(model, "trust_remote_code", False)))
     except PosttrainError:

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 Z_95 = 1.959964
@@ -34,10 +34,11 @@ def pass_at_k(correct: Sequence[bool], k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
     """Whether the most frequent answer is right; answers that tie for the top share the verdict evenly.
 
-    `answers[i]` is None where a sample gave none; such samples do not vote. Nobody voted: 0.
+    `answers[i]` is what stands for the answer of sample i, the same for equal answers (see `votes.vote_classes`), and None where
+    it gave none; such samples do not vote. Nobody voted: 0.
     """
     if len(answers) != len(correct):
         raise ValueError(f"one verdict an answer, got {len(answers)} answers and {len(correct)} verdicts")

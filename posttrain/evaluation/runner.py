@@ -1,9 +1,9 @@
 """Sample, verify and score: every model of a recipe on every suite.
 
-    suite -> problems -> one Request a problem (n samples) -> Generator -> VerifierPool -> samples.jsonl -> Row
+    suite -> problems -> missing samples -> Backend -> Grader (verifier pool) -> samples.jsonl -> problems.jsonl, Row
 
-A problem's seed is a hash of the evaluation seed and the problem's name, and the generator's samples do not depend on what
-else is in the batch: the same seed gives the same table, whatever `max_sequences`, the order, or how often the run was resumed.
+A problem's seed is a hash of the evaluation seed and the problem's name, and a sample's random numbers come from that seed and
+its index: the same seed gives the same table, whatever the batch, the order, the number of engines, or how often it was resumed.
 """
 
 from __future__ import annotations
@@ -11,69 +11,89 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.config import Recipe, SuiteConfig
+from posttrain.config.backend import BackendConfig
+from posttrain.config.data import ModelConfig
+from posttrain.data.chat import messages
 from posttrain.errors import CheckpointError, ConfigError, DataError
-from posttrain.evaluation.samples import Sample, SampleFile
+from posttrain.evaluation.grading import Grader, regraded, same_answers, unreadable, verifier_identity, verifier_pool
+from posttrain.evaluation.samples import Key, Sample, SampleFile
+from posttrain.evaluation.scoring import ProblemScore, Row, score_problems, score_row
 from posttrain.evaluation.suites import load_problems
-from posttrain.evaluation.table import Row, score
-from posttrain.rewards.extract import find_answer
+from posttrain.evaluation.votes import vote_classes
+from posttrain.inference import Backend, Prompt, SamplingOptions, open_backend, prompt_seed
+from posttrain.inference.opening import identity_of
 from posttrain.rewards.pool import VerifierPool
 from posttrain.run_folder import write_text_atomically
 from posttrain.runtime.worker import StageStopped, WorkerContext
-from posttrain.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
 STAGE_FOLDERS = {"base": "base", "sft": "sft/final", "grpo": "grpo/final"}
+Problems = list[dict[str, Any]]
 
 
 def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row]:
-    """Evaluate what the recipe names; results go to `eval/<model>/<suite>/samples.jsonl` and `eval/results.json`.
+    """Evaluate what the recipe names; results go to `eval/<model>/<suite>/` and `eval/results.json`.
 
     Raises:
         ConfigError: no suites, or nothing to evaluate.
         CheckpointError: a model that cannot be loaded.
-        DataError: a suite that cannot be read, or a prompt that does not fit.
-        StageStopped: the user asked to stop; finished problems are kept.
+        DataError: a suite that cannot be read or scored, or a prompt that does not fit.
+        BackendError: a server or engines that cannot go on; what was drawn is kept.
+        StageStopped: the user asked to stop; what was drawn is kept.
     """
     if not recipe.eval.suites:
         raise ConfigError("eval.suites is empty; name at least one suite, for example `suites: [math500]`")
-    checkpoints = find_checkpoints(recipe, run_path)
+    models = find_models(recipe, run_path)
     suites = {name: load_problems(name, suite) for name, suite in recipe.eval.suites.items()}
-    total = len(checkpoints) * sum(len(problems) for problems in suites.values())
     rows: list[Row] = []
-    done = 0
-    with VerifierPool(recipe.reward.workers, recipe.reward.timeout_s, recipe.reward.memory_mb) as pool:
-        for model_name, checkpoint in checkpoints.items():
-            sampler = ModelSampler(recipe, checkpoint, pool)
-            for suite_name, problems in suites.items():
-                folder = Path(run_path) / "eval" / _folder_name(model_name) / suite_name
-
-                def progress(
-                    finished: int, model_name: str = model_name, suite_name: str = suite_name, before: int = done
-                ) -> None:
-                    context.report(before + finished, total, note=f"{model_name} on {suite_name}")
-                    if context.stop_requested():
-                        raise StageStopped(f"evaluation of {model_name} on {suite_name} stopped after {finished} problems")
-
-                samples = sampler.run(problems, recipe.eval.suites[suite_name], folder, progress)
-                rows.append(score(model_name, suite_name, samples, seed=recipe.eval.seed))
-                done += len(problems)
-                results = json.dumps([row.as_dict() for row in rows], indent=2)
-                write_text_atomically(Path(run_path) / "eval" / "results.json", results)
+    with verifier_pool(recipe.reward) as pool:
+        left_out = {name: unreadable(pool, problems) for name, problems in suites.items()}
+        scored = {name: _without(problems, left_out[name], name) for name, problems in suites.items()}
+        each = {name: recipe.eval.suites[name].samples or 1 for name in suites}
+        progress = Progress(context, len(models) * sum(len(scored[name]) * each[name] for name in suites))
+        for model_name, path in models.items():
+            with ExitStack() as stack:
+                engine = LazyBackend(recipe, path, stack)
+                for suite_name, problems in scored.items():
+                    folder = Path(run_path) / "eval" / folder_name(model_name) / suite_name
+                    run = SuiteRun(recipe, recipe.eval.suites[suite_name], problems, folder, engine.model, pool)
+                    progress.begin(model_name, suite_name)
+                    samples = run.draw(engine.get, progress)
+                    row = run.score(model_name, suite_name, samples, left_out[suite_name])
+                    rows.append(row)
+                    results = json.dumps([row.as_dict() for row in rows], indent=2)
+                    write_text_atomically(Path(run_path) / "eval" / "results.json", results)
     return rows
 
 
-def find_checkpoints(recipe: Recipe, run_path: Path) -> dict[str, str]:
-    """Model name -> folder or hub id. Without names: every model that this run's stages have made, else `model.path`.
+def find_models(recipe: Recipe, run_path: Path) -> dict[str, str]:
+    """Model name -> folder, hub id, or the name that a server knows it by.
+
+    Without names: every model that this run's stages have made, else `model.path`. A server serves no folder of this run: its
+    models are `eval.models`, or `model.path`.
 
     Raises:
         CheckpointError: a stage is named whose model does not exist yet, or no stage has run.
+        ConfigError: the backend is a server, and the recipe names no model of it.
     """
+    if recipe.eval.backend.kind == "openai":
+        default = recipe.eval.backend.model or recipe.model.path
+        if not recipe.eval.models and not default:
+            raise ConfigError("eval.models: the backend is a server; name the model that it serves")
+        return {name: name for name in recipe.eval.models or [str(default)]}
+    return find_checkpoints(recipe, run_path)
+
+
+def find_checkpoints(recipe: Recipe, run_path: Path) -> dict[str, str]:
+    """Model name -> folder or hub id; see `find_models`."""
     run_path = Path(run_path)
     existing = {name: str(run_path / folder) for name, folder in STAGE_FOLDERS.items() if (run_path / folder).is_dir()}
     if not recipe.eval.models:
@@ -94,148 +114,170 @@ def find_checkpoints(recipe: Recipe, run_path: Path) -> dict[str, str]:
     return found
 
 
-class ModelSampler:
-    """One model, loaded once, that samples suites. `run` resumes where the suite's file ends."""
+def served(recipe: Recipe) -> BackendConfig:
+    """The backend's section without its own `model`, which `find_models` has read: several may be evaluated on one server."""
+    return recipe.eval.backend.model_copy(update={"model": None})
 
-    def __init__(self, recipe: Recipe, checkpoint: str, pool: VerifierPool) -> None:
-        import torch
 
-        from posttrain.data.tokenizer import load_tokenizer
-        from posttrain.models.loading import load_model
-
-        self.recipe, self.checkpoint, self.pool = recipe, checkpoint, pool
-        model_config = recipe.model.model_copy(
-            update={"path": checkpoint, "init": None, "tokenizer": recipe.model.tokenizer or checkpoint}
+def _without(problems: Problems, left_out: Problems, suite: str) -> Problems:
+    names = {row["id"] for row in left_out}
+    kept = [row for row in problems if row["id"] not in names]
+    if not kept:
+        raise DataError(
+            f"suite {suite}: none of its {len(problems)} gold answers can be read, e.g. {str(problems[0]['answer'])[:60]!r} of "
+            f"{problems[0]['id']}; is `columns.answer` (or `answer_after`) right?"
         )
-        if Path(checkpoint, "tokenizer_config.json").exists():
-            model_config = model_config.model_copy(update={"tokenizer": checkpoint})
-        self.tokenizer = load_tokenizer(model_config)
-        self.model = load_model(
-            checkpoint,
-            dtype=recipe.model.dtype,
-            trust_remote_code=recipe.model.trust_remote_code,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-        )
+    for row in left_out:
+        logger.warning("suite %s: %s is not scored, for its gold answer %r cannot be read", suite, row["id"], row["answer"])
+    return kept
 
-    def run(
-        self, problems: list[dict[str, Any]], suite: SuiteConfig, folder: Path, progress: Callable[[int], None]
-    ) -> list[Sample]:
-        """All samples of a suite, in the order of its problems."""
-        file = SampleFile(folder, self._settings(suite))
-        done = file.read(suite.samples or 1)
-        names = [row["id"] for row in problems]
-        done = {name: done[name] for name in names if name in done}
-        progress(len(done))
-        waiting = {row["id"]: row for row in problems if row["id"] not in done}
-        if waiting:
-            self._sample(waiting, suite, done, file, progress)
-        return [sample for name in names for sample in done[name]]
 
-    def _sample(self, waiting: dict, suite: SuiteConfig, done: dict, file: SampleFile, progress: Callable[[int], None]) -> None:
-        requests = [self._request(row, suite) for row in waiting.values()]
-        generator = self._generator(requests)
-        for request in requests:
-            generator.submit(request)
-        arrived: dict[str, list[Completion]] = {}
-        while len(arrived) < len(requests) or any(len(group) < (suite.samples or 1) for group in arrived.values()):
-            ready = []
-            for completion in generator.step():
-                group = arrived.setdefault(completion.request_id, [])
-                group.append(completion)
-                if len(group) == (suite.samples or 1):
-                    ready.append(completion.request_id)
-            if not ready:
-                continue
-            graded = self._grade([(waiting[name], completion) for name in ready for completion in arrived[name]])
-            file.append(graded)
-            for sample in graded:
-                done.setdefault(sample.problem_id, []).append(sample)
-            progress(len(done))
+class Progress:
+    """Counts samples for the driver's bar, and passes its wish to stop on."""
 
-    def _request(self, row: dict[str, Any], suite: SuiteConfig) -> Request:
-        from posttrain.data.chat import prompt_ids
+    def __init__(self, context: WorkerContext, total: int) -> None:
+        self.context, self.total, self.done, self.what = context, total, 0, ""
 
-        return Request(
-            id=row["id"],
-            prompt_ids=prompt_ids(self.tokenizer, row, self.recipe.data),
-            n=suite.samples or 1,
+    def begin(self, model: str, suite: str) -> None:
+        self.what = f"{model} on {suite}"
+
+    def add(self, samples: int) -> None:
+        """Raises StageStopped after Ctrl-C."""
+        self.done += samples
+        self.context.report(self.done, self.total, note=self.what)
+        if self.context.stop_requested():
+            raise StageStopped(f"evaluation of {self.what} stopped after {self.done} of {self.total} samples")
+
+
+class LazyBackend:
+    """The backend of one model, opened when the first sample is missing; closed with `stack`."""
+
+    def __init__(self, recipe: Recipe, path: str, stack: ExitStack) -> None:
+        self.recipe, self._stack, self._open = recipe, stack, None
+        self.model: ModelConfig = recipe.model.model_copy(update={"path": path, "init": None})
+
+    def get(self) -> Backend:
+        if self._open is None:
+            from posttrain.runtime.session import gpus_per_worker
+
+            recipe, several = self.recipe, self.recipe.eval.backend.engines > 1
+            self._open = open_backend(
+                served(recipe),
+                self.model,
+                max_prompt_length=recipe.data.max_prompt_length,
+                max_tokens=max(suite.max_tokens or 1 for suite in recipe.eval.suites.values()),
+                max_sequences=recipe.eval.max_sequences or recipe.rollout.max_sequences,
+                max_prefill_tokens=recipe.rollout.max_prefill_tokens,
+                num_cpus=recipe.ray.cpus_per_worker,
+                num_gpus=gpus_per_worker(recipe.ray) if several else 0,
+            )
+            self._stack.enter_context(closing(self._open))
+        return self._open
+
+
+class SuiteRun:
+    """One model on one suite: what is on disk, what is missing, and the scores."""
+
+    def __init__(
+        self, recipe: Recipe, suite: SuiteConfig, problems: Problems, folder: Path, model: ModelConfig, pool: VerifierPool
+    ) -> None:
+        self.recipe, self.suite, self.pool, self.folder = recipe, suite, pool, folder
+        self.rows = {row["id"]: row for row in problems}
+        self.each = suite.samples or 1
+        self.sampling = SamplingOptions(
             temperature=1.0 if suite.temperature is None else suite.temperature,
             top_p=suite.top_p or 1.0,
             max_tokens=suite.max_tokens or 1,
-            stop=tuple(self.recipe.rollout.stop),
-            seed=problem_seed(self.recipe.eval.seed, row["id"]),
+            stop=tuple(recipe.rollout.stop),
         )
+        self.settings = {
+            "protocol": self._protocol(),
+            "model": {**identity_of(served(recipe), model), "chat_template": model.chat_template},
+            "seed": recipe.eval.seed,
+            "verifier": verifier_identity(pool),
+        }
+        self.file = SampleFile(folder, self.settings)
 
-    def _generator(self, requests: list[Request]):
-        from posttrain.data.tokenizer import eos_token_ids
-        from posttrain.rollout import Generator
-
-        most = max(requests, key=lambda request: len(request.prompt_ids) + request.max_tokens)
-        longest = len(most.prompt_ids) + most.max_tokens
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and longest > context:
-            raise DataError(
-                f"row {most.id}: its prompt of {len(most.prompt_ids)} tokens and max_tokens {most.max_tokens} make {longest}, "
-                f"above the model's context of {context} (max_position_embeddings); lower eval.max_tokens"
-            )
-        return Generator(
-            self.model,
-            eos_token_ids=eos_token_ids(self.tokenizer, self.model),
-            tokenizer=self.tokenizer,
-            max_sequences=self.recipe.eval.max_sequences or self.recipe.rollout.max_sequences,
-            max_length=longest,
-            max_prefill_tokens=self.recipe.rollout.max_prefill_tokens,
-        )
-
-    def _grade(self, pairs: list[tuple[dict[str, Any], Completion]]) -> list[Sample]:
-        texts = [str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for _, completion in pairs]
-        verdicts = self.pool.verify([(row["answer"], text) for (row, _), text in zip(pairs, texts, strict=True)])
-        graded = []
-        for (row, completion), text, verdict in zip(pairs, texts, verdicts, strict=True):
-            answer = find_answer(text)
-            graded.append(
-                Sample(
-                    problem_id=row["id"],
-                    sample=completion.sample,
-                    correct=verdict.correct,
-                    reason=verdict.reason,
-                    gold=str(row["answer"]),
-                    # A tail is where math-verify looked for an answer, not an answer: it cannot be counted as a vote.
-                    answer=" ".join(answer.text.split()) if answer is not None and answer.kind != "tail" else None,
-                    length=len(completion.token_ids),
-                    finish_reason=completion.finish_reason,
-                    mean_logprob=sum(completion.plain_logprobs) / max(1, len(completion.plain_logprobs)),
-                    problem=row["problem"],
-                    text=text,
-                )
-            )
-        return sorted(graded, key=lambda sample: (sample.problem_id, sample.sample))
-
-    def _settings(self, suite: SuiteConfig) -> dict[str, Any]:
-        """What a sample depends on; samples drawn under anything else are not reused."""
+    def _protocol(self) -> dict[str, Any]:
+        """What two runs must share to be compared."""
+        content = sorted((row["id"], row["problem"], str(row["answer"])) for row in self.rows.values())
         return {
-            "checkpoint": self.checkpoint,
-            "weights": _weights_stamp(self.checkpoint),
-            "dtype": self.recipe.model.dtype,
-            "suite": suite.model_dump(mode="json", exclude={"limit"}),
-            "seed": self.recipe.eval.seed,
-            "stop": self.recipe.rollout.stop,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "max_tokens": self.sampling.max_tokens,
+            "stop": list(self.sampling.stop),
             "system_prompt": self.recipe.data.system_prompt,
             "prompt_suffix": self.recipe.data.prompt_suffix,
+            "samples": self.each,
+            "problems": {
+                "count": len(content),
+                "digest": hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest(),
+            },
         }
 
+    def draw(self, backend: Callable[[], Backend], progress: Progress) -> list[Sample]:
+        """All samples of the suite: those on disk, and the missing ones drawn now. In the order of problems and indices."""
+        # It says that the suite is finished, under the settings of now.
+        (self.folder / "problems.jsonl").unlink(missing_ok=True)
+        have = self._read()
+        progress.add(len(have))
+        prompts = [prompt for row in self.rows.values() if (prompt := self._prompt(row, have)) is not None]
+        if prompts:
 
-def problem_seed(seed: int, problem_id: str) -> int:
-    """A problem's own seed in [0, 2**63), from the evaluation seed and its name."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{problem_id}".encode(), digest_size=8).digest(), "big") >> 1
+            def keep(sample: Sample) -> None:
+                have[sample.problem_id, sample.sample] = sample
+                self.file.append([sample])
+
+            grader = Grader(self.pool, keep, self.recipe.reward.workers)
+            with grader, closing(_closable(backend().generate(prompts))) as texts:
+                for text in texts:
+                    grader.submit(self.rows[text.prompt_id], text)
+                    progress.add(1)
+        return [have[name, index] for name in self.rows for index in range(self.each)]
+
+    def _read(self) -> dict[Key, Sample]:
+        have = self.file.read({name: row["problem"] for name, row in self.rows.items()}, self.each)
+        golds = {name: row["answer"] for name, row in self.rows.items()}
+        old = [s for s in have.values() if self.file.regrade or s.gold != str(golds[s.problem_id])]
+        if old:
+            logger.info("%s: %d samples are graded again, for the verifier or their gold answers changed", self.folder, len(old))
+            have |= {(sample.problem_id, sample.sample): sample for sample in regraded(self.pool, old, golds)}
+            self.file.rewrite(have.values())
+        self.file.confirm()
+        return have
+
+    def _prompt(self, row: dict[str, Any], have: dict[Key, Sample]) -> Prompt | None:
+        missing = tuple(index for index in range(self.each) if (row["id"], index) not in have)
+        if not missing:
+            return None
+        return Prompt(
+            id=row["id"],
+            messages=tuple(messages(row, self.recipe.data)),
+            samples=missing,
+            seed=prompt_seed(self.recipe.eval.seed, row["id"]),
+            sampling=self.sampling,
+        )
+
+    def score(self, model: str, suite: str, samples: Sequence[Sample], left_out: Problems) -> Row:
+        """The suite's row; a line a problem goes to problems.jsonl, which says that the suite is finished."""
+        votes = partial(vote_classes, equal=partial(same_answers, self.pool))
+        problems = score_problems(samples, self.rows, votes)
+        self._write(problems)
+        return score_row(
+            model, suite, problems, seed=self.recipe.eval.seed, unreadable=left_out, protocol=self.settings["protocol"]
+        )
+
+    def _write(self, problems: Sequence[ProblemScore]) -> None:
+        lines = [json.dumps(problem.as_dict(), ensure_ascii=False) + "\n" for problem in problems]
+        write_text_atomically(self.folder / "problems.jsonl", "".join(lines))
 
 
-def _weights_stamp(checkpoint: str) -> list[list[Any]]:
-    """Names, sizes and times of the weight files: changes when a checkpoint is written again; empty for hub ids."""
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(Path(checkpoint).glob("*.safetensors"))]
+def _closable(texts: Any) -> Any:
+    """A backend's iterator with `close`; one that is no generator (a test's list) needs none."""
+    return texts if hasattr(texts, "close") else (text for text in texts)
 
 
-def _folder_name(model: str) -> str:
+def folder_name(model: str) -> str:
     """A model's name as one folder; paths and hub ids carry a short hash, since their last parts may coincide."""
     if model in STAGE_FOLDERS:
         return model

@@ -1,83 +1,90 @@
-"""The evaluation's results: one row a (model, suite), as text and as JSON."""
+"""The evaluation's results as text: the paper's layout with published rows, the details, and the tables by subject."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
-from posttrain.evaluation.metrics import Interval, avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
-from posttrain.evaluation.samples import Sample
+from posttrain.evaluation.published import PUBLISHED, TITLES
+from posttrain.evaluation.scoring import Row, score
 
+__all__ = ["Row", "format_results", "format_table", "grid", "score"]
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Scores of one model on one suite.
-
-    Attributes:
-        problems: problems that were scored; `unscored` more had a gold answer that could not be read.
-        accuracy: avg@k with its 95% interval, bootstrapped over problems.
-        pass_k, maj_k: pass@k and maj@k at k = `samples`. All three are None where nothing could be scored.
-        mean_length: completion tokens; truncated: share of completions that met the length limit.
-    """
-
-    model: str
-    suite: str
-    problems: int
-    unscored: int
-    samples: int
-    accuracy: Interval | None
-    pass_k: Interval | None
-    maj_k: Interval | None
-    mean_length: float
-    truncated: float
-
-    def as_dict(self) -> dict:
-        return asdict(self)
+MAX_UNREADABLE = 10
 
 
-def score(model: str, suite: str, samples: Sequence[Sample], *, seed: int = 0) -> Row:
-    """Scores from the samples of one suite, all problems with the same number of samples.
-
-    Raises:
-        ValueError: when there is no sample, or when problems have different numbers of samples.
-    """
-    problems: dict[str, list[Sample]] = {}
-    for sample in samples:
-        problems.setdefault(sample.problem_id, []).append(sample)
-    sizes = {len(group) for group in problems.values()}
-    if len(sizes) != 1:
-        raise ValueError(f"{model} on {suite}: every problem needs the same number of samples, got {sorted(sizes) or 'none'}")
-    k = sizes.pop()
-    scored = [sorted(group, key=lambda s: s.sample) for group in problems.values() if all(s.correct is not None for s in group)]
-
-    def interval(values: list[float]) -> Interval | None:
-        return bootstrap_interval(values, seed=seed) if values else None
-
-    verdicts = [[bool(s.correct) for s in group] for group in scored]
-    return Row(
-        model=model,
-        suite=suite,
-        problems=len(scored),
-        unscored=len(problems) - len(scored),
-        samples=k,
-        accuracy=interval([avg_at_k(v) for v in verdicts]),
-        pass_k=interval([pass_at_k(v, k) for v in verdicts]),
-        maj_k=interval([maj_at_k([s.answer for s in group], v) for group, v in zip(scored, verdicts, strict=True)]),
-        mean_length=sum(s.length for s in samples) / len(samples),
-        truncated=sum(s.finish_reason == "length" for s in samples) / len(samples),
-    )
+def format_results(rows: Sequence[Row | dict[str, Any]]) -> str:
+    """Everything that `posttrain eval` prints, parted by empty lines; see the functions below."""
+    given = [row if isinstance(row, dict) else row.as_dict() for row in rows]
+    parts = [format_paper_table(given), format_table(given), format_splits(given), format_unreadable(given)]
+    return "\n\n".join(part for part in parts if part)
 
 
-def format_table(rows: Sequence[Row | dict]) -> str:
+def format_table(rows: Sequence[Row | dict[str, Any]]) -> str:
     """Rows as a text table; accuracies in percent with their 95% interval."""
     header = ["model", "suite", "problems", "accuracy (95% interval)", "pass@k", "maj@k", "mean length", "truncated"]
-    cells = [_cells(row if isinstance(row, dict) else row.as_dict()) for row in rows]
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [header, *cells]]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    return grid(header, [_cells(row if isinstance(row, dict) else row.as_dict()) for row in rows])
 
 
-def _cells(row: dict) -> list[str]:
+def format_paper_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Models down and suites across, as in Table 5 of the SSE paper: published rows first, then ours with half their interval.
+
+    Empty where none of the suites has a published score.
+    """
+    suites = [name for name in TITLES if any(row["suite"] == name for row in rows)]
+    suites += [name for name in dict.fromkeys(row["suite"] for row in rows) if name not in TITLES]
+    published = [entry for entry in PUBLISHED if entry.scores.keys() & set(suites)]
+    if not published:
+        return ""
+    lines, sources = [], []
+    for number, entry in enumerate(published, 1):
+        lines.append([f"{entry.model} [{number}]", "published", *(_published(entry.scores.get(name)) for name in suites)])
+        sources.append(f"[{number}] {entry.source}")
+    for model in dict.fromkeys(str(row["model"]) for row in rows):
+        mine = {row["suite"]: row for row in rows if row["model"] == model}
+        lines.append([model, "measured", *(_measured(mine.get(name)) for name in suites)])
+    protocols: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("protocol"):
+            protocols.setdefault(_protocol(row), {})[TITLES.get(str(row["suite"]), str(row["suite"]))] = None
+    notes = ["published: as its source says, not run here; an empty cell: no source at hand", *sources]
+    notes += [f"measured: {', '.join(titles)}: {protocol}" for protocol, titles in protocols.items()]
+    return "\n".join([grid(["model", "", *(TITLES.get(name, name) for name in suites)], lines), *notes])
+
+
+def format_splits(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracy by subject, a table for each suite that has subjects, models across; by level too in the report."""
+    tables = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        of_suite = [row for row in rows if row["suite"] == suite and row.get("splits", {}).get("subject")]
+        parts = {row["model"]: {part["name"]: part for part in row["splits"]["subject"]} for row in of_suite}
+        sizes = {name: part["problems"] for by_name in parts.values() for name, part in by_name.items()}
+        lines = [[name, str(size), *(_part(by_name.get(name)) for by_name in parts.values())] for name, size in sizes.items()]
+        if lines:
+            tables.append(grid([f"{suite} by subject", "problems", *parts], lines))
+    return "\n\n".join(tables)
+
+
+def format_unreadable(rows: Sequence[dict[str, Any]]) -> str:
+    """Problems that were left out because their gold answer cannot be read, each once."""
+    listed = {(row["suite"], entry["id"]): entry["gold"] for row in rows for entry in row.get("unreadable", [])}
+    if not listed:
+        return ""
+    lines = [f"  {suite} {name}: {gold[:60]!r}" for (suite, name), gold in list(listed.items())[:MAX_UNREADABLE]]
+    more = [f"  and {len(listed) - MAX_UNREADABLE} more"] if len(listed) > MAX_UNREADABLE else []
+    return "\n".join(["not scored, for their gold answers cannot be read:", *lines, *more])
+
+
+def grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A text table with aligned columns."""
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    padded = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [header, *lines]
+    ]
+    return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     k = row["samples"]
     unscored = f" (+{row['unscored']} unscored)" if row["unscored"] else ""
     several = k > 1
@@ -88,14 +95,35 @@ def _cells(row: dict) -> list[str]:
         _with_interval(row["accuracy"]) + (f" avg@{k}" if several else ""),
         _percent(row["pass_k"]) if several else "-",
         _percent(row["maj_k"]) if several else "-",
-        f"{row['mean_length']:.1f}",
+        "-" if row["mean_length"] is None else f"{row['mean_length']:.1f}",
         f"{100 * row['truncated']:.1f}%",
     ]
 
 
-def _percent(interval: dict | None) -> str:
+def _part(part: dict[str, Any] | None) -> str:
+    return "-" if part is None else _with_interval(part["accuracy"])
+
+
+def _published(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _measured(row: dict[str, Any] | None) -> str:
+    if row is None or row["accuracy"] is None:
+        return "-"
+    accuracy = row["accuracy"]
+    return f"{100 * accuracy['mean']:.1f} ±{50 * (accuracy['high'] - accuracy['low']):.1f}"
+
+
+def _protocol(row: dict[str, Any]) -> str:
+    protocol = row["protocol"]
+    drawn = "greedy" if protocol["temperature"] == 0 else f"temperature {protocol['temperature']:g}, top-p {protocol['top_p']:g}"
+    return f"avg@{row['samples']}, {drawn}, at most {protocol['max_tokens']:,} tokens"
+
+
+def _percent(interval: dict[str, float] | None) -> str:
     return "-" if interval is None else f"{100 * interval['mean']:.1f}%"
 
 
-def _with_interval(interval: dict | None) -> str:
+def _with_interval(interval: dict[str, float] | None) -> str:
     return "-" if interval is None else f"{_percent(interval)} ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})"

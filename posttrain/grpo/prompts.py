@@ -56,9 +56,14 @@ def make_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Dataset, dict[str, Any
     from datasets import Dataset
 
     limits = recipe.reward
-    with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb) as pool:
+    with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb, policy=limits.answer) as pool:
         prepared = prepare_prompts(recipe.data, tokenizer, seed=recipe.seed, suites=recipe.eval.suites, pool=pool)
-    rows = prepared.rows
+        rows, unreadable = _readable(recipe, prepared.rows, pool)
+    report = dict(prepared.report)
+    if unreadable:
+        report["kept"] = len(rows)
+        report["dropped"] = {**report.get("dropped", {}), "a gold answer that cannot be read": len(unreadable)}
+        report["unreadable_gold"] = unreadable
     needed = prompts_per_batch(recipe)
     if len(rows) < needed:
         raise DataError(
@@ -72,8 +77,23 @@ def make_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Dataset, dict[str, Any
         for index, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
     for name in prompts[0]:
-        _check_column(name, [row[name] for row in prompts], prepared.report.get("source", "data"))
-    return Dataset.from_list(prompts), prepared.report
+        _check_column(name, [row[name] for row in prompts], report.get("source", "data"))
+    return Dataset.from_list(prompts), report
+
+
+def _readable(
+    recipe: Recipe, rows: list[dict[str, Any]], pool: VerifierPool
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The prompts whose gold answer the reward `maths` can read, and the others as id and answer: they would be sampled from, and
+    give no reward, at every epoch."""
+    maths = next((function for function in recipe.reward.functions if function.name == "maths"), None)
+    column = maths.args.get("column", "answer") if maths else ""
+    if maths is None or not rows or column not in rows[0]:
+        return rows, []
+    verdicts = pool.verify([(row[column], "") for row in rows])
+    lost = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.correct is None]
+    kept = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.correct is not None]
+    return kept, [{"id": str(row.get("id", "")), "answer": str(row[column])} for row in lost]
 
 
 def _check_column(name: str, values: list[Any], source: str) -> None:

@@ -37,7 +37,7 @@ CURVES = (
 
 
 def collect(run_path: Path) -> dict[str, Any]:
-    """Everything the page needs: name, config text, stages, curves, evaluation rows, samples."""
+    """Everything the page needs: name, config text, stages, curves, evaluation rows, account of the traces, samples."""
     run = RunFolder(run_path)
     config = _read_text(run_path / "config.yaml")
     return {
@@ -46,7 +46,9 @@ def collect(run_path: Path) -> dict[str, Any]:
         "stages": _read_json(run_path / "stages.json", {}),
         "curves": _curves(run),
         "evaluation": _read_json(run_path / "eval" / "results.json", []),
+        "distillation": _read_json(run_path / "distill" / "final" / "report.json", {}),
         "rollouts": _rollouts(run_path / "rollouts"),
+        "comparisons": _comparisons(run_path / "compare"),
         "eval_samples": _eval_samples(run_path / "eval"),
     }
 
@@ -107,6 +109,19 @@ def _rollouts(folder: Path) -> list[dict[str, Any]]:
             texts = {name: _shorten(row[name]) for name in ("prompt", "completion")}
             samples.append({**row, **texts, "rewards": dict(row["rewards"] or [])})
     return samples
+
+
+def _comparisons(folder: Path) -> list[dict[str, Any]]:
+    """What `posttrain compare` left in this run's folder."""
+    comparisons = []
+    for file in sorted(folder.glob("*.json")):
+        with _damage_named(file):
+            comparison = json.loads(_read_text(file))
+            for suite in comparison["suites"]:
+                for change in suite["changes"]:
+                    change.update({name: _shorten(change[name]) for name in ("problem", "a_text", "b_text")})
+        comparisons.append(comparison)
+    return comparisons
 
 
 def _eval_samples(folder: Path) -> list[dict[str, Any]]:

@@ -48,9 +48,11 @@ class ActorHandle:
     def __init__(self, stage: str, recipe: Recipe, run_path: Path, board: Any) -> None:
         import ray
 
+        elsewhere = _elsewhere(stage, recipe)
         options: dict[str, Any] = {
-            "num_cpus": recipe.ray.cpus_per_worker,
-            "num_gpus": gpus_per_worker(recipe.ray),
+            # Engines of their own find these: a stage that only asks them must not hold what they need.
+            "num_cpus": 0 if elsewhere else recipe.ray.cpus_per_worker,
+            "num_gpus": 0 if elsewhere else gpus_per_worker(recipe.ray),
             # A worker that died starts again, and its stage continues from its last checkpoint.
             "max_restarts": recipe.ray.max_failures,
             "max_task_retries": recipe.ray.max_failures,
@@ -82,6 +84,12 @@ class ActorHandle:
         ray.kill(self._actor)
 
 
+def _elsewhere(stage: str, recipe: Recipe) -> bool:
+    """Whether a server or other actors run the stage's model, rather than its own process."""
+    backend = {"distill": recipe.distill.teacher, "eval": recipe.eval.backend}.get(stage)
+    return backend is not None and (backend.kind == "openai" or backend.engines > 1)
+
+
 class StageActor:
     """Runs one stage function in a process of its own (as a Ray actor)."""
 
@@ -109,11 +117,15 @@ def stage_function(stage: str) -> Any:
         from posttrain.grpo import train
 
         return train
+    if stage == "distill":
+        from posttrain.distill.stage import distill
+
+        return distill
     if stage == "eval":
         from posttrain.evaluation import evaluate
 
         return evaluate
-    raise PosttrainError(f"unknown stage {stage!r}; stages are sft, grpo, eval, report")
+    raise PosttrainError(f"unknown stage {stage!r}; stages are distill, sft, grpo, eval, report")
 
 
 class SftHandle:

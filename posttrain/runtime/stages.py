@@ -22,7 +22,7 @@ from posttrain.runtime.launch import POLL_SECONDS, StageHandle, launch
 from posttrain.runtime.progress import Bar, Outcome, Report
 from posttrain.runtime.session import ray_session, start_board
 
-RAY_STAGES = ("sft", "grpo", "eval")
+RAY_STAGES = ("distill", "sft", "grpo", "eval")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -58,13 +58,15 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
         if stage in RAY_STAGES and run.stage_done(stage):
             print(f"{stage:<6} finished before; skipped", file=sys.stderr)
     todo = [stage for stage in stages if stage in RAY_STAGES and not run.stage_done(stage)]
-    if todo:
+    # SFT's rows are made of the teacher's traces, so those are written before the others are prepared.
+    groups = [[stage for stage in todo if stage == "distill"], [stage for stage in todo if stage != "distill"]]
+    for group in filter(None, groups):
         from posttrain.runtime.prepare import prepare
 
-        prepare(recipe, run, todo)
+        prepare(recipe, run, group)
         with ray_session(recipe.ray):
             board = start_board()
-            for stage in todo:
+            for stage in group:
                 stopped_by = run_stage(stage, recipe, run, board)
                 if stopped_by is not None:
                     print(f"{stage} stopped; --resume continues", file=sys.stderr)
@@ -156,8 +158,8 @@ def _signals() -> Iterator[list[signal.Signals]]:
 def _summary(run: RunFolder, report: Path | None) -> None:
     results = run.path / "eval" / "results.json"
     if results.is_file():
-        from posttrain.evaluation import format_table
+        from posttrain.evaluation import format_results
 
-        print(format_table(json.loads(results.read_text(encoding="utf-8"))))
+        print(format_results(json.loads(results.read_text(encoding="utf-8"))))
     if report is not None:
         print(f"report: {report}")

@@ -38,7 +38,7 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
         from posttrain.rewards.pool import VerifierPool
 
         limits = recipe.reward
-        with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb) as pool:  # for filters.verified
+        with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb, policy=limits.answer) as pool:
             tokenizer = load_tokenizer(recipe.model)
             prepared = prepare_sft(recipe.data, tokenizer, seed=recipe.seed, suites=recipe.eval.suites, pool=pool)
         write_rows(run, pack_samples(prepared.rows, recipe.data.max_length, seed=recipe.seed), prepared.report)

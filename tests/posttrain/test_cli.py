@@ -135,6 +135,20 @@ def test_eval_of_a_checkpoint_gets_its_own_folder(recipe: str, started: list, tm
     assert cli.main(["eval", recipe, "model="]) == 2
 
 
+@pytest.mark.parametrize("command", ["run", "sft", "grpo"])
+def test_a_model_on_the_command_line_is_where_training_starts(recipe: str, started: list, tmp_path: Path, command: str) -> None:
+    assert cli.main([command, recipe, "model=org/name"]) == 0
+    read = started[0][0]
+    assert (read.model.path, read.model.init) == ("org/name", None)
+    assert read.run_dir == str(tmp_path / "run"), "the run is the recipe's: its folder says what it began from"
+    assert cli.main(["check", recipe, "model=org/name"]) == 0, "check takes what run takes"
+
+
+def test_a_report_of_no_folder_speaks_of_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "runs/nowhere"]) == 2
+    assert "no such run folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("path", "slug"),
     [

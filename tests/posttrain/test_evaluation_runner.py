@@ -7,7 +7,7 @@ import pytest
 from posttrain.config import Recipe
 from posttrain.errors import CheckpointError, DataError
 from posttrain.evaluation import evaluate
-from posttrain.evaluation.samples import Sample, SampleFile
+from posttrain.evaluation.samples import Sample
 from posttrain.evaluation.table import format_table, score
 from posttrain.runtime.worker import StageStopped, WorkerContext
 
@@ -72,25 +72,27 @@ def test_a_stopped_evaluation_goes_on_where_it_was(run_path, monkeypatch):
     whole = sorted(texts(run_path))
     path = run_path / "eval" / "base" / "toy" / "samples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    # Two whole problems, one with half its samples, and a line that was torn in the middle.
+    # Five samples, and a line that was torn in the middle.
+    lines.sort(key=lambda line: (json.loads(line)["problem_id"], json.loads(line)["sample"]))
     path.write_text("".join(lines[:5]) + lines[5][:20])
-    seen = []
-    monkeypatch.setattr("posttrain.evaluation.runner.ModelSampler._request", _spy(seen))
+    asked = spy_on_prompts(monkeypatch)
     evaluate(recipe(), run_path, context(run_path))
     assert sorted(texts(run_path)) == whole
-    assert len(seen) == 4, "the two finished problems were not sampled again"
+    assert sum(len(prompt.samples) for prompt in asked) == 12 - 5, "what was there was not drawn again"
+    assert (1,) in {prompt.samples for prompt in asked}, "of the problem with half its samples, the other half was"
 
 
-def _spy(seen):
-    from posttrain.evaluation.runner import ModelSampler
+def spy_on_prompts(monkeypatch) -> list:
+    from posttrain.inference.engine import EngineBackend
 
-    original = ModelSampler._request
+    asked, submit = [], EngineBackend._submit
 
-    def request(self, row, suite):
-        seen.append(row["id"])
-        return original(self, row, suite)
+    def spy(self, prompt):
+        asked.append(prompt)
+        submit(self, prompt)
 
-    return request
+    monkeypatch.setattr(EngineBackend, "_submit", spy)
+    return asked
 
 
 def test_other_settings_set_the_old_samples_aside(run_path):
@@ -103,12 +105,17 @@ def test_other_settings_set_the_old_samples_aside(run_path):
     assert texts(run_path) != before
 
 
-def test_stop_keeps_finished_problems(run_path, monkeypatch):
-    stopping = context(run_path)
-    monkeypatch.setattr(stopping, "stop_requested", lambda: (run_path / "eval/base/toy/samples.jsonl").stat().st_size > 0)
-    with pytest.raises(StageStopped):
+def test_a_stop_keeps_what_was_drawn(run_path, monkeypatch):
+    stopping, reported = context(run_path), []
+    monkeypatch.setattr(stopping, "report", lambda step, total, **_: reported.append((step, total)))
+    monkeypatch.setattr(stopping, "stop_requested", lambda: len(reported) == 4)
+    with pytest.raises(StageStopped, match="stopped after 3 of 12 samples"):
         evaluate(recipe(), run_path, stopping)
-    assert texts(run_path)
+    assert len(texts(run_path)) == 3
+    asked = spy_on_prompts(monkeypatch)
+    evaluate(recipe(), run_path, context(run_path))
+    assert sum(len(prompt.samples) for prompt in asked) == 12 - 3
+    assert len({(problem, sample) for problem, sample, *_ in texts(run_path)}) == 12
 
 
 def test_errors_name_what_is_missing(run_path):
@@ -119,7 +126,7 @@ def test_errors_name_what_is_missing(run_path):
 def test_a_prompt_and_completion_beyond_the_context_of_a_checkpoint(run_path):
     """The recipe knows no context where the model is a checkpoint, so this is found when the model is there."""
     given = recipe(model={"init": None, "path": str(run_path / "base")}, eval={"max_tokens": 300})
-    with pytest.raises(DataError, match=r"max_tokens 300 make \d+, above the model's context of 256.*eval.max_tokens"):
+    with pytest.raises(DataError, match=r"max_tokens 300 make \d+, above the model's context of 256.*lower max_tokens"):
         evaluate(given, run_path, context(run_path))
 
 
@@ -148,10 +155,3 @@ def test_nothing_scored_is_not_zero():
 def test_uneven_samples_are_refused():
     with pytest.raises(ValueError, match="same number"):
         score("m", "s", [sample("a", 0, True), sample("a", 1, True), sample("b", 0, True)])
-
-
-def test_sample_file_drops_unfinished_problems(tmp_path):
-    file = SampleFile(tmp_path, {"seed": 1})
-    file.append([sample("a", 0, True), sample("a", 1, True), sample("b", 0, True)])
-    assert list(SampleFile(tmp_path, {"seed": 1}).read(2)) == ["a"]
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2

@@ -5,6 +5,9 @@ import time
 import pytest
 
 from posttrain.rewards.extract import Answer, completion_text, find_answer, gold_text, last_box
+from posttrain.rewards.policy import AnswerPolicy
+
+BOXED = AnswerPolicy(unboxed_fallback=False)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,7 @@ from posttrain.rewards.extract import Answer, completion_text, find_answer, gold
     ],
 )
 def test_boxed(output, answer):
-    found = find_answer(output, unboxed_fallback=False)
+    found = find_answer(output, policy=BOXED)
     assert (found.text if found else None) == answer
 
 
@@ -54,7 +57,7 @@ def test_marked(output, answer):
 
 
 def test_fallback_is_a_choice():
-    assert find_answer("The answer is 72", unboxed_fallback=False) is None
+    assert find_answer("The answer is 72", policy=BOXED) is None
     assert find_answer("so 72 remain") == Answer("so 72 remain", "tail")
     assert find_answer(r"\boxed{5} and the answer is 6") == Answer("5", "boxed")
 
@@ -78,7 +81,7 @@ def test_long_outputs_take_linear_time(output):
 
 
 def test_only_the_end_counts():
-    assert find_answer(r"\boxed{7}" + " and so on" * 50_000, unboxed_fallback=False) is None
+    assert find_answer(r"\boxed{7}" + " and so on" * 50_000, policy=BOXED) is None
 
 
 def test_last_box_tells_no_box_from_an_open_one():

@@ -19,6 +19,7 @@ from posttrain.rewards.child import Child
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.pool import VerifierPool
 
+HALF = r"\frac{\pi}{2}"  # in need of a child, as plain numbers are not
 TOWER = r"\boxed{9^{9^{9^9}}}"
 
 
@@ -50,7 +51,7 @@ def pids_of(pool):
 
 
 def test_verdicts_come_in_order(pool):
-    pairs = [(rf"\frac{{{n}}}{{7}}", rf"\boxed{{{n + n % 2}/7}}") for n in range(1, 40)]
+    pairs = [(rf"\frac{{{n}\pi}}{{7}}", rf"\boxed{{{n + n % 2}\pi/7}}") for n in range(1, 40)]
     assert [verdict.correct for verdict in pool.verify(pairs)] == [n % 2 == 0 for n in range(1, 40)]
     assert pool.verify([]) == []
 
@@ -69,14 +70,14 @@ def test_integers_need_no_child():
 
 def test_time_limit_is_for_each_verification():
     with VerifierPool(workers=2, timeout_s=1.0, memory_mb=512) as pool:
-        pool.verify([("1/2", r"\boxed{0.5}")])  # one child is up
+        pool.verify([(HALF, r"\boxed{0.5\pi}")])  # one child is up
         pairs = [
             ("5", TOWER),
             ("1/3", r"\boxed{\frac13}"),
             ("5", TOWER),
-            ("1/4", r"\boxed{0.25}"),
+            (r"\pi/4", r"\boxed{0.25\pi}"),
             ("5", TOWER),
-            ("1/5", r"\boxed{0.3}"),
+            (r"\pi/5", r"\boxed{0.3\pi}"),
         ]
         verdicts = pool.verify(pairs)
         assert [verdict.correct for verdict in verdicts] == [False, True, False, True, False, False]
@@ -98,7 +99,7 @@ def test_gold_that_hangs_or_cannot_be_read_is_none():
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are needed")
 def test_memory_limit():
     with VerifierPool(workers=1, timeout_s=20.0, memory_mb=16) as pool:
-        verdicts = pool.verify([("1/3", r"\boxed{2^{10^{10}}}"), ("1/3", r"\boxed{1/3}")])
+        verdicts = pool.verify([("1/3", r"\boxed{2^{10^{10}}}"), (r"\pi/3", r"\boxed{\pi/3}")])
         assert [(verdict.correct, verdict.reason) for verdict in verdicts] == [(False, "crash"), (True, "match")]
         assert pool.counters.crashes == 2
         for pid in pids_of(pool):
@@ -109,23 +110,24 @@ def test_memory_limit():
 
 def test_a_dead_child_is_replaced_and_the_work_done_again():
     with VerifierPool(workers=1, timeout_s=20.0) as pool:
-        assert pool.verify([("1/2", r"\boxed{0.5}")])[0].correct
+        assert pool.verify([(HALF, r"\boxed{0.5\pi}")])[0].correct
         os.kill(pids_of(pool)[0], signal.SIGKILL)
-        assert pool.verify([("1/2", r"\boxed{0.5}")])[0].correct
+        assert pool.verify([(HALF, r"\boxed{0.5\pi}")])[0].correct
         assert (pool.counters.crashes, pool.counters.restarts) == (1, 1)
 
 
 def test_what_kills_twice_is_a_crash(monkeypatch):
     verify = Child.verify
 
-    def dying(self, gold, answer, kind):
+    def dying(self, gold, answer, kind, policy):
         if answer and "13" in answer:
-            self.process.kill()
-        return verify(self, gold, answer, kind)
+            self.process.send_signal(signal.SIGSEGV)
+            self.process.wait()
+        return verify(self, gold, answer, kind, policy)
 
     monkeypatch.setattr(Child, "verify", dying)
     with VerifierPool(workers=1, timeout_s=20.0) as pool:
-        verdicts = pool.verify([("1/2", r"\boxed{1/13}"), ("1/2", r"\boxed{0.5}")])
+        verdicts = pool.verify([(HALF, r"\boxed{\pi/13}"), (HALF, r"\boxed{0.5\pi}")])
         # killed before the gold was read, twice: nothing is known about the output
         assert [(v.correct, v.reason) for v in verdicts] == [(None, "unreadable_gold"), (True, "match")]
         assert pool.counters.crashes == 2
@@ -134,7 +136,8 @@ def test_what_kills_twice_is_a_crash(monkeypatch):
 def test_any_thread_and_event_loop(pool):
     def ask(n):
         return [
-            verdict.correct for verdict in pool.verify([(rf"{n}/11", rf"\boxed{{\frac{{{n}}}{{11}}}}"), ("1/2", r"\boxed{2}")])
+            verdict.correct
+            for verdict in pool.verify([(rf"{n}\pi/11", rf"\boxed{{\frac{{{n}\pi}}{{11}}}}"), (HALF, r"\boxed{2}")])
         ]
 
     with ThreadPoolExecutor(4) as threads:
@@ -148,17 +151,17 @@ def test_any_thread_and_event_loop(pool):
 
 def test_children_outlive_the_thread_that_asked_first():
     with VerifierPool(workers=1, timeout_s=20.0) as pool:
-        thread = threading.Thread(target=pool.verify, args=([("1/2", r"\boxed{0.5}")],))
+        thread = threading.Thread(target=pool.verify, args=([(HALF, r"\boxed{0.5\pi}")],))
         thread.start()
         thread.join()
         pids = pids_of(pool)
-        assert pool.verify([("1/2", r"\boxed{1/2}")])[0].correct
+        assert pool.verify([(HALF, r"\boxed{\pi/2}")])[0].correct
         assert pids_of(pool) == pids and pool.counters.restarts == 0
 
 
 def test_close_leaves_nobody_and_is_final():
     pool = VerifierPool(workers=2, timeout_s=20.0)
-    pool.verify([("1/2", r"\boxed{0.5}"), ("1/3", r"\boxed{0.5}")])
+    pool.verify([(HALF, r"\boxed{0.5\pi}"), (r"\pi/3", r"\boxed{0.5\pi}")])
     pids = pids_of(pool)
     assert pids
     pool.close()
@@ -189,7 +192,7 @@ def test_close_ends_a_verification_in_progress():
 
 def test_a_dropped_pool_takes_its_children_along():
     pool = VerifierPool(workers=1)
-    pool.verify([("1/2", r"\boxed{0.5}")])
+    pool.verify([(HALF, r"\boxed{0.5\pi}")])
     pids = pids_of(pool)
     del pool
     gc.collect()
@@ -201,7 +204,7 @@ def test_children_die_with_a_killed_parent(root):
     script = (
         "import sys, threading, time; from posttrain.rewards.pool import VerifierPool\n"
         "pool = VerifierPool(workers=1, timeout_s=100)\n"
-        "pool.verify([('1/2', r'\\boxed{0.5}')])\n"
+        "pool.verify([('x', r'\\boxed{y}')])\n"
         "print([c.process.pid for c in pool._state.children][0], 'torch' in sys.modules, flush=True)\n"
         f"pool.verify([('5', r'{TOWER}')])\n"
     )
@@ -216,10 +219,10 @@ def test_children_die_with_a_killed_parent(root):
 
 def test_pickles_as_settings():
     with (
-        VerifierPool(workers=1, timeout_s=3.0, memory_mb=128, unboxed_fallback=False) as pool,
+        VerifierPool(workers=1, timeout_s=3.0, memory_mb=128, policy={"unboxed_fallback": False}) as pool,
         pickle.loads(pickle.dumps(pool)) as copy,
     ):
-        assert (copy.workers, copy.timeout_s, copy.memory_mb, copy.unboxed_fallback) == (1, 3.0, 128, False)
+        assert (copy.workers, copy.timeout_s, copy.memory_mb, copy.policy.unboxed_fallback) == (1, 3.0, 128, False)
         assert copy.verify([("3", "The answer is 3")])[0].reason == "no_answer"
 
 
@@ -244,4 +247,4 @@ def test_a_child_that_cannot_start_says_why(monkeypatch, tmp_path):
             "posttrain.rewards.child._child_environment", lambda: {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
         )
         with pytest.raises(RewardError, match="math-verify installed"):
-            pool.verify([("1/2", r"\boxed{0.5}")])
+            pool.verify([(HALF, r"\boxed{0.5\pi}")])

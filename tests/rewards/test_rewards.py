@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.format import FormatReward, OverlongPenalty, RepetitionPenalty
+from posttrain.rewards.language import LanguageReward
 from posttrain.rewards.maths import MathsReward
 from posttrain.rewards.pool import VerifierPool
 from posttrain.rewards.registry import Reward, RewardSet, build_rewards
@@ -47,6 +48,53 @@ def test_repetition():
     reward = RepetitionPenalty(ngram=2, max_penalty=0.5)
     # "a b a b a": 4 bigrams, 2 distinct
     assert reward(prompts=[""] * 3, completions=["a b a b a", "a b c d", "a"]) == pytest.approx([-0.25, 0, 0])
+
+
+def test_language_is_the_share_of_letters_in_its_script():
+    texts = ["so it is seven", "所以答案是 seven", r"因此 $x = \frac{a}{b}$，故 \boxed{x}", "12 + 3", "итак ответ"]
+    english, chinese, russian = (LanguageReward(language=code)(texts, texts) for code in ("en", "zh", "ru"))
+    assert english == pytest.approx([1, 0.5, 0, 1, 0])
+    assert chinese == pytest.approx([0, 0.5, 1, 1, 0])
+    assert russian == pytest.approx([0, 0, 0, 1, 1])
+    with pytest.raises(RewardError, match="language='english' is not known; known: en"):
+        LanguageReward(language="english")
+
+
+def test_the_policy_reaches_the_verifier():
+    completions, golds = [r"\boxed{12\text{ m}}"], [r"12\text{ cm}"]
+    with build_rewards({"workers": 1, "answer": {"units": "ignore"}}) as rewards:
+        assert rewards(["a"], completions, answer=golds) == [1.0]
+    config = {"workers": 1, "functions": [{"name": "maths", "args": {"policy": {"thinking": "require"}}}]}
+    with build_rewards(config) as rewards:
+        assert rewards(["a"], completions, answer=golds) == [0.0]
+        assert rewards(["a"], ["<think>x</think>" + completions[0]], answer=["12"]) == [1.0]
+
+
+def test_an_echoed_prompt_is_not_an_answer():
+    prompt = r"As \boxed{4} is 2+2, what is 3+1? Think first."
+    with VerifierPool(workers=1) as pool:
+        reward = MathsReward(pool)
+        assert reward([prompt], [prompt], answer=["4"]) == [0.0]
+        assert reward([[{"role": "user", "content": prompt}]], [prompt + r" \boxed{4}"], answer=["4"]) == [1.0]
+        assert MathsReward(pool, policy={"prompt_echo": "keep"})([prompt], [prompt], answer=["4"]) == [1.0]
+
+
+@pytest.mark.parametrize("code", ["", "3", "'bye'"])
+def test_a_reward_that_exits_is_named(code):
+    def leaving(prompts, completions, **columns):
+        if "5" in completions[0] or len(completions) > 1:
+            sys.exit(eval(code) if code else None)
+        return [1.0] * len(completions)
+
+    rewards = RewardSet([Reward(name="leaving", function=leaving)])
+    with pytest.raises(RewardError, match=rf"'leaving' called sys.exit\({code}\).*sample 1 of 3"):
+        rewards(PROMPTS, COMPLETIONS)
+
+
+def test_a_file_that_exits_while_it_is_loaded(tmp_path):
+    (tmp_path / "own.py").write_text("import sys\nsys.exit(1)\n")
+    with pytest.raises(RewardError, match=r"cannot load .*own\.py: SystemExit"):
+        build_rewards({"functions": [{"path": f"{tmp_path}/own.py:f"}]})
 
 
 def test_maths_and_none():

@@ -1,0 +1,146 @@
+"""From a recipe's sections to a backend that is ready."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from posttrain.config.backend import BackendConfig
+from posttrain.config.data import ModelConfig
+from posttrain.errors import ConfigError
+from posttrain.inference.protocol import Backend
+
+
+def open_backend(
+    config: BackendConfig,
+    model: ModelConfig,
+    *,
+    max_prompt_length: int,
+    max_tokens: int,
+    max_sequences: int,
+    max_prefill_tokens: int = 8192,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+) -> Backend:
+    """The backend of `config` for the checkpoint (or served model) `model.path`.
+
+    Args:
+        max_prompt_length, max_tokens: the longest prompt and completion that will be asked for.
+        max_sequences: sequences that an engine decodes at once.
+        num_cpus, num_gpus: what each of several engines holds.
+
+    Raises:
+        ConfigError: the key's variable is not set, vLLM is missing, or the cluster is too small for the engines.
+        CheckpointError: the model cannot be loaded.
+    """
+    if config.kind == "openai":
+        return _server(config, model)
+    make = partial(_local, config, model, max_prompt_length, max_tokens, max_sequences, max_prefill_tokens)
+    if config.engines == 1:
+        return make()
+    return _cluster(config, model, make, num_cpus, num_gpus)
+
+
+def identity_of(config: BackendConfig, model: ModelConfig) -> dict[str, Any]:
+    """What `Backend.identity` will say, without opening it."""
+    path = str(model.path)
+    if config.kind == "openai":
+        return {"kind": "openai", "model": config.model or path, "api": config.api, "extra_body": config.extra_body}
+    from posttrain.inference.protocol import weights_stamp
+
+    return {"kind": config.kind, "model": path, "weights": weights_stamp(path), "dtype": model.dtype}
+
+
+def api_key(config: BackendConfig) -> str | None:
+    """The server's key from the environment.
+
+    Raises:
+        ConfigError: the variable that the recipe names is not set.
+    """
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(
+            f"backend.api_key_env: the environment variable {config.api_key_env} is not set; export the server's key there "
+            "(on a cluster that runs already: on its nodes, before Ray starts)"
+        )
+    return key
+
+
+def _server(config: BackendConfig, model: ModelConfig) -> Backend:
+    from posttrain.inference.server import ServerBackend
+
+    render = None
+    if config.api == "completions" and model.tokenizer is not None:
+        render = _renderer(model)
+    return ServerBackend(
+        base_url=config.base_url,
+        model=config.model or str(model.path),
+        api=config.api,
+        render=render,
+        api_key=api_key(config),
+        concurrency=config.concurrency,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        logprobs=config.logprobs,
+        token_limit=config.token_limit,
+        extra_body=config.extra_body,
+    )
+
+
+def _renderer(model: ModelConfig) -> Callable[[tuple[dict[str, str], ...]], str]:
+    from posttrain.data.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(model)
+    return lambda messages: str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+def _local(
+    config: BackendConfig,
+    model: ModelConfig,
+    max_prompt_length: int,
+    max_tokens: int,
+    max_sequences: int,
+    max_prefill_tokens: int,
+) -> Backend:
+    if config.kind == "vllm":
+        from posttrain.inference.vllm_engine import VllmBackend
+
+        return VllmBackend(
+            model,
+            max_prompt_length=max_prompt_length,
+            max_length=max_prompt_length + max_tokens,
+            max_sequences=max_sequences,
+            arguments=config.vllm,
+        )
+    from posttrain.inference.engine import EngineBackend
+
+    return EngineBackend(
+        model, max_prompt_length=max_prompt_length, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens
+    )
+
+
+def _cluster(config: BackendConfig, model: ModelConfig, make: Callable[[], Backend], num_cpus: float, num_gpus: float) -> Backend:
+    import ray
+
+    from posttrain.inference.cluster import ClusterBackend
+
+    offered = ray.cluster_resources()
+    for kind, each in (("CPU", num_cpus), ("GPU", num_gpus)):
+        if each * config.engines > offered.get(kind, 0):
+            raise ConfigError(
+                f"backend.engines: {config.engines} engines ask for {each * config.engines:g} {kind}s, and the cluster has "
+                f"{offered.get(kind, 0):g}; lower it, or ray.cpus_per_worker or ray.gpus_per_worker, or add machines "
+                "(ray.num_cpus says what a cluster that is started here offers)"
+            )
+    return ClusterBackend(
+        make,
+        identity_of(config, model),
+        engines=config.engines,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        max_failures=config.max_failures,
+    )

@@ -1,0 +1,184 @@
+r"""What an answer claims, on its text alone: one value or several, a hedge, a chain of equations, an option letter, a unit.
+
+math-verify looks for the gold in an answer and drops words; a policy learns to write answers that hold every value. Here an
+answer that names several values for one gold is right only where all of them are, and one that takes its value back is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SEPARATOR = re.compile(
+    r"\\text\s*\{\s*,?\s*(?:or|and|ou|oder)\s*\}|\\(?:lor|vee|mid)\b|(?<![\\A-Za-z])(?:or|and|ou|oder)(?![A-Za-z])|或者?|или|또는"
+    r"|(?<!\\)[,;，、；]|\\\\|\\(?:q?quad|cr|newline)\b",
+    re.IGNORECASE,
+)
+_COMMA = re.compile(r"[,;，、；]|\\\\|\\(?:q?quad|cr|newline)\b")
+_OPENING, _CLOSING = "([{", ")]}"
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\})\d{3})+(?![\d,])")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
+_ARROW = re.compile(r"\\(?:to|rightarrow|longrightarrow|Rightarrow|Longrightarrow|implies|mapsto|leadsto|equiv)\b|⇒|→|≡")
+_EQUALS = re.compile(r"(?<![<>!:\\=])=(?!=)")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textnormal|textrm|mathrm|mathbf|mathit|mbox|operatorname)\b\s*\*?")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+# Words after which an answer is no longer the claim that it looks like. "or" and "and" part values, see `several`.
+_HEDGES = frozenset(
+    word
+    for line in (
+        "not nor neither either maybe perhaps possibly probably if unless otherwise else between least most than except",
+        "versus vs to through until within wrong incorrect oder ou nicht nie",
+    )
+    for word in line.split()
+)
+_HEDGED_SENTENCE = re.compile(
+    r"\b(?:not|n't|nor|neither|either|between|maybe|perhaps|possibly|less than|more than|fewer than|greater than|at least|at most"
+    r"|one of)\b|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
+    re.IGNORECASE,
+)
+_LISTED = re.compile(r"\d\s*[,;]\s*(?:(?:and|or)\s+)?[-$\\(]*\d")
+_LAST_CHOICE = re.compile(r"[\d}$)]\s+or\s+[-$\\(]*[\d][^\s]*[.!\s]*$")
+_UNCERTAIN = re.compile(r"\^\s*\{?\s*\+[^{}]*\}?\s*_\s*\{?\s*-|_\s*\{?\s*-[^{}]*\}?\s*\^\s*\{?\s*\+")
+_BOUND = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[gln]eq?|gt|lt|geqslant|leqslant)\b)")
+_LETTERS = "A-J"
+_OPTION = re.compile(rf"\(\s*([{_LETTERS}])\s*\)|([{_LETTERS}])(?=\s*[.):]|\s*$)|([{_LETTERS}])(?=\s+[-\d$])")
+
+
+def several(text: str, *, words_only: bool = False) -> list[str]:
+    r"""The values that `text` names side by side, outside brackets: `3 \text{ or } 4`, `3, 4`, `3 \\ 4`; one where it names one.
+
+    With `words_only`, commas do not part: those of a point or a set that lost its brackets.
+    """
+    if _DECIMAL_COMMA.fullmatch(text.strip()):
+        return [text]
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\{?,\}?", "", match.group()), text)
+    depths, depth = [], 0
+    for position, character in enumerate(text):
+        escaped = position and text[position - 1] == "\\"
+        depth += (character in _OPENING) - (character in _CLOSING) if not (escaped and character in "()[]") else 0
+        depths.append(depth)
+    environments = [match.span() for match in re.finditer(r"\\begin\{.*\\end\{[a-z]*\}", text, re.DOTALL)]
+    parts, start = [], 0
+    for match in _SEPARATOR.finditer(text):
+        inside = depths[match.start()] > 0 and not match.group().startswith("\\text")
+        if inside or any(a <= match.start() < b for a, b in environments) or (words_only and _COMMA.fullmatch(match.group())):
+            continue
+        if match.group().lower() in ("or", "and", "ou", "oder") and not _between_values(text, match):
+            continue
+        parts.append(text[start : match.start()])
+        start = match.end()
+    parts.append(text[start:])
+    return [part.strip() for part in parts if re.search(r"[\w∞]", re.sub(r"\\(?:text|left|right)\b", "", part))] or [text]
+
+
+def _between_values(text: str, match: re.Match[str]) -> bool:
+    return bool(text[: match.start()].strip()) and bool(text[match.end() :].strip())
+
+
+def hedged(gold: str, answer: str, *, single: bool) -> bool:
+    """Whether the answer holds a word that takes its claim back (`not 17`, `42 if n is even`) and that the gold does not hold.
+
+    Where the gold is a single value, so do words that join another to it (`42 \\text{ or more}`).
+    """
+    if _UNCERTAIN.search(answer) or (_BOUND.match(answer) and not re.search(r"[<>≤≥]|\\[gln]e", gold)):
+        return True
+    found = _words(answer) & (_HEDGES | {"or", "and"} if single else _HEDGES)
+    if "to" in found and ":" in gold:
+        found.discard("to")
+    return bool(found - _words(gold))
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(_TEXT.sub(" ", text))}
+
+
+def hedged_sentence(text: str) -> bool:
+    """The same for an answer within a sentence: "The answer is not 15", "15 or 16", "8, 9", "less than 15"."""
+    return _HEDGED_SENTENCE.search(text) is not None or _LISTED.search(_THOUSANDS.sub("0", text)) is not None
+
+
+def ends_in_a_choice(text: str) -> bool:
+    """Whether an output without a marked answer ends in "either 8 or 9"."""
+    return _LAST_CHOICE.search(text) is not None
+
+
+def other_brackets(gold: str, answer: str) -> bool:
+    r"""Whether one is a set in braces and the other a point or an interval: `\{0, 3\}` and `(0, 3)`; math-verify mixes them."""
+    return any(
+        first.startswith(r"\{") and first.endswith(r"\}") and not re.search(r"[(\[]", first) and second[:1] in ("(", "[")
+        for first, second in ((gold, answer.removeprefix(r"\left")), (answer, gold))
+        if re.fullmatch(r"[(\[][^()\[\]{}]*,[^()\[\]{}]*[)\]]", second)
+    )
+
+
+def chain(text: str) -> list[str]:
+    """The sides of `x = 6 \\cdot 7 = 42` and `41 \\to 42`, outside brackets."""
+    text = _ARROW.sub("=", text)
+    sides, start, depth = [], 0, 0
+    for match in re.finditer(r"[(\[{)\]}]|=", text):
+        depth += (match.group() in _OPENING) - (match.group() in _CLOSING)
+        if match.group() == "=" and depth <= 0 and _EQUALS.match(text, match.start()):
+            sides.append(text[start : match.start()])
+            start = match.end()
+    sides.append(text[start:])
+    return [side.strip() for side in sides if side.strip()]
+
+
+def bare_numbers(text: str) -> bool:
+    """Whether an answer is numbers side by side (`1 7`) that are no groups of thousands: math-verify reads 17."""
+    text = text.strip()
+    return re.fullmatch(r"\d+(?:\s+\d+)+", text) is not None and re.fullmatch(r"\d{1,3}(?:\s+\d{3})+", text) is None
+
+
+def option_of_gold(gold: str) -> str | None:
+    r"""The option that a multiple-choice gold names: `C`, `(C)`, `\text{C}`."""
+    found = re.fullmatch(rf"\(?([{_LETTERS}])\)?\.?", _plain(gold))
+    return found.group(1) if found else None
+
+
+def names_option(letter: str, answer: str) -> bool:
+    r"""Whether an answer names the option `letter` and no other.
+
+    The letter stands first, alone or marked as an option (`(C)`, `C.`, `C:`, `C 12`), and what follows is its text: no second
+    option, no sign that joins letters to an expression (`A \cup B`), no word that takes it back.
+    """
+    text = _plain(answer)
+    if len(text.strip("().: ")) == 1:
+        return text.strip("().: ").upper() == letter
+    text = re.sub(r"^(?:option|choice|answer)\s+", "", text, flags=re.IGNORECASE)
+    found = _OPTION.match(text)
+    if not found or next(group for group in found.groups() if group) != letter:
+        return False
+    rest = text[found.end() :].lstrip(".): ")
+    if re.match(r"[-+*/|&=,;<>]|\\(?:cup|cap|lor|vee|land|wedge|mid|or|and)\b", rest) and not re.match(r"-?[\d.]", rest):
+        return False
+    others = re.findall(r"(?<![A-Za-z\\])([A-Z])(?![A-Za-z])", rest)
+    return not (set(others) & set("ABCDEFGHIJ")) and not (_words(rest) & (_HEDGES | {"or", "and", "also", "both", "all"}))
+
+
+def last_option(text: str) -> str | None:
+    """The last option letter of a text, where it is not one of several joined by "or", nor negated."""
+    found = list(re.finditer(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", text))
+    if not found:
+        return None
+    before = text[: found[-1].start()]
+    if re.search(rf"\bnot\s+[(\\a-z{{]*$|(?<![A-Za-z'])[{_LETTERS}]\)?(?:,|,?\s+(?:or|and))\s+[(]*$", before):
+        return None
+    return found[-1].group(1)
+
+
+def _plain(text: str) -> str:
+    r"""Without text commands and braces: `\textbf{(C)}\ 12` -> `(C) 12`."""
+    return " ".join(_TEXT.sub("", text).replace("\\ ", " ").replace("~", " ").translate(str.maketrans("", "", "{}$")).split())
+
+
+def is_word(text: str) -> bool:
+    """Whether bare letters are a word rather than a product of variables: math-verify takes `act` for `cat`.
+
+    Letters in alphabetical order (`abc`, `xy`) are a product, and so is what has no vowel.
+    """
+    if not re.fullmatch(r"[A-Za-z]{2,}", text):
+        return False
+    lowered = text.lower()
+    if lowered in ("no", "yes", "on"):
+        return True
+    return len(text) >= 3 and re.search("[aeiou]", lowered) is not None and list(lowered) != sorted(lowered)

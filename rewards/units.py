@@ -1,0 +1,90 @@
+r"""Units of answers: told apart where both sides name one that is known, ignored otherwise. Nothing is converted.
+
+A unit that is missing or unknown is no mistake (`12`, `12\text{ apples}`), and `9\text{ m}^2` is `9` square meters.
+"""
+
+from __future__ import annotations
+
+import re
+
+# One row a unit: the name that stands for it, then the other spellings; plurals and dots are taken off before the look-up.
+_ROWS = """
+mm millimeter millimetre
+cm centimeter centimetre
+dm decimeter decimetre
+m meter metre
+km kilometer kilometre
+in inch inches
+ft foot feet
+yd yard
+mi mile
+mg milligram
+g gram
+kg kilogram
+t tonne
+lb pound
+oz ounce
+s sec second
+min minute
+h hr hour
+day
+week
+month
+year yr
+ml milliliter millilitre
+l liter litre
+dollar usd
+cent
+euro eur
+pct percent
+degree deg
+radian rad
+"""
+_NAMES = {spelling: row.split()[0] for row in _ROWS.strip().splitlines() for spelling in row.split()}
+_COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
+_UNIT = re.compile(
+    r"(?<=[\d.})a-z!])(?:\s|\\[,; !]|~)*"
+    r"(?:\\(?:text|textnormal|textrm|mathrm|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}|(?<=[\s,;])(?P<bare>[A-Za-z][A-Za-z/ ]*))"
+    r"\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?\s*\.?\s*$"
+)
+_DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*$")
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+
+
+def unit_of(text: str) -> str | None:
+    r"""The known unit at the end of an answer in one spelling, `cm^2`, `km/h`; None where there is none that is known."""
+    if _DEGREE.search(text):
+        return "degree"
+    match = _UNIT.search(text.strip())
+    if not match:
+        return None
+    said = " ".join((match.group("text") or match.group("bare") or "").lower().replace("\\", " ").split())
+    power = int(match.group("power") or 1)
+    exponent = re.fullmatch(r"(.*?)\s*\^\s*(\d)", said)
+    if exponent:
+        said, power = exponent.group(1), int(exponent.group(2))
+    words = said.split()
+    if words and words[0] in _POWERS:
+        power, said = _POWERS[words[0]], " ".join(words[1:])
+    said = _COMPOUND.get(said, said)
+    names = [_name(part) for part in re.split(r"\s*/\s*|\s+per\s+", said)]
+    if not names or any(name is None for name in names):
+        return None
+    return "/".join(str(name) for name in names) + (f"^{power}" if power != 1 else "")
+
+
+def _name(said: str) -> str | None:
+    said = said.strip(" .")
+    return _NAMES.get(said) or (_NAMES.get(said[:-1]) if said.endswith("s") and len(said) > 2 else None)
+
+
+def is_unit(said: str) -> bool:
+    return said in _COMPOUND or _name(said) is not None
+
+
+def clash(gold: str, answer: str) -> bool:
+    """Whether both name a known unit, and not the same."""
+    first, second = unit_of(gold), unit_of(answer)
+    if first == "degree" and re.search(r"\d\s*'", answer):
+        return True  # minutes of arc
+    return first is not None and second is not None and first != second
