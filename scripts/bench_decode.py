@@ -274,10 +274,10 @@ class Bench:
         ok = self.check(self.options())
         if args.check:
             return all([ok, *(self.check(options) for options in itertools.islice(combinations(args), 1, None))])
-        numbers = 2**29 if self.device.type == "cuda" else 2**16
-        self.record["copy_bytes_per_s"] = 8 * numbers / (self.copy_us(numbers) * 1e-6)
+        sizes = (2**27, 2**28, 2**29) if self.device.type == "cuda" else (2**16,)
+        self.record["copy_bytes_per_s"] = max(8 * numbers / (self.copy_us(numbers) * 1e-6) for numbers in sizes)
         release(self.device)
-        say(f"a large copy: {self.record['copy_bytes_per_s'] / 1e12:.3f} TB/s")
+        say(f"the fastest of three large copies: {self.record['copy_bytes_per_s'] / 1e12:.3f} TB/s")
         if args.sweep:
             self.sweep(args.batch[0])
         else:
@@ -300,7 +300,7 @@ class Bench:
         lines = ["# One decode step of an SSE layer (GLA)", "", *describe(r["environment"])]
         positions = "all sequences at the same position" if s["lockstep"] else "positions spread over the chunk"
         lines += [f"{layer}, fp32 decays, {positions}, folds included; launch options {r['options']}.", ""]
-        lines += [f"A large copy moves {r['copy_bytes_per_s'] / 1e12:.3f} TB/s. Against float64: {found.get('error', 'failed')}; "
+        lines += [f"The fastest of three large copies moves {r['copy_bytes_per_s'] / 1e12:.3f} TB/s. Against float64: {found.get('error', 'failed')}; "
                   f"states bitwise the prefill's: {found.get('states_bitwise_prefill', 'failed')}.", ""]  # fmt: skip
         header = ["batch", "us a step", "MB", "share of copy", "copying the fp32 states in and out, us", "ratio", "fla, us"]
         lines += table(header, [self._cells(row) for row in r["rows"]])

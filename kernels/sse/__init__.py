@@ -279,8 +279,8 @@ def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple
 
     if reason := unsupported(x):
         raise ValueError(f"backend='triton' cannot run this call: {reason}; use backend='torch' or None")
-    # Triton launches on the current device.
-    with torch.cuda.device_of(x.v) if x.v.is_cuda else nullcontext():
+    # Triton launches on the current device; compiled code sees to that itself.
+    with torch.cuda.device_of(x.v) if x.v.is_cuda and not torch.compiler.is_compiling() else nullcontext():
         if x.is_gdn:
             from posttrain.kernels.sse.triton_gdn_ops import run_triton_gdn
 

@@ -22,7 +22,7 @@ from posttrain.kernels.sse.plan import ChunkPlan, build_plan
 Transition = Literal["gla", "gdn"]
 
 # Whether GLA layers on a GPU decode in Triton (`triton_decode_pool.py`): what `ChunkState.allocate` makes there.
-TRITON_ON_GPU = False
+TRITON_ON_GPU = True
 
 
 class ChunkState:

@@ -28,7 +28,7 @@ class DecodeOptions:
     Second launch. programs; fold: (BK, BV, num_warps, maxnreg), None for the trainer's blocks.
     """
 
-    BK: int = 16
+    BK: int = 32
     BV: int = 128
     BT: int = 8
     STAGES: int = 3

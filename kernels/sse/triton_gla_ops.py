@@ -22,7 +22,7 @@ from posttrain.kernels.sse.triton_gla_launch import (
     sum_routes,
     upstream,
 )
-from posttrain.kernels.sse.triton_launch import aligned
+from posttrain.kernels.sse.triton_launch import aligned, compiled_together
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
 
 
@@ -44,7 +44,7 @@ def run_triton_gla(x: Inputs, *, output_final_state: bool = True, keep_states: b
     return o, final if output_final_state else None
 
 
-def _forward(
+def _forward_launches(
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
     v2: Tensor | None, weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
     num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
@@ -59,6 +59,30 @@ def _forward(
     o = mix(c, chunks, boundary)
     kept = boundary if keep_states else boundary.new_empty(0)
     return o, final, kept, chunks.decay, chunks.strong, plan.rows, plan.begin, plan.chunks
+
+
+def _forward(
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
+    v2: Tensor | None, weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
+    num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_forward_launches`, compiled together."""
+    return compiled_together(
+        _forward_launches, q1, k1, g1, q2, k2, g2, v, v2, weight, index, cu_seqlens, initial,
+        num_partitions, scale, gate, chunk_size, output_final_state, keep_states,
+        key=("forward", output_final_state, *_constants(q1, q2, g2, v, v2, index, initial, num_partitions, chunk_size)),
+    )  # fmt: skip
+
+
+def _constants(
+    q1: Tensor | None, q2: Tensor, g2: Tensor, v: Tensor, v2: Tensor | None, index: Tensor, initial: Tensor | None,
+    num_partitions: int, chunk_size: int,
+) -> tuple:  # fmt: skip
+    """What the constants of the launches depend on."""
+    return (
+        v.device.index, q1 is None, q2.dtype, g2.dtype, v.dtype, q2.shape[1:], v.shape[-1], v2 is None or v2.shape[1],
+        index.shape[1], initial is None, num_partitions, chunk_size,
+    )  # fmt: skip
 
 
 sse_gla_forward = torch.library.custom_op("posttrain::sse_gla_forward", _forward, mutates_args=())
@@ -86,7 +110,7 @@ def _(
     )
 
 
-def _gradients(
+def _gradient_launches(
     do: Tensor, dfinal: Tensor | None,
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
     v2: Tensor | None, weight: Tensor, index: Tensor, initial: Tensor | None,
@@ -108,6 +132,22 @@ def _gradients(
     dq1, dk1, dg1 = found[0][:3] if len(found) > 1 else (v.new_empty(0) for _ in range(3))
     dq2, dk2, dg2 = (sum_routes(a, c.routes, c.kinds[-1].x_div) for a in found[-1][:3])
     return dq1, dk1, dg1, dq2, dk2, dg2, dv, dv2, found[-1][3].view(weight.shape).to(weight.dtype), dinitial
+
+
+def _gradients(
+    do: Tensor, dfinal: Tensor | None,
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, q2: Tensor, k2: Tensor, g2: Tensor, v: Tensor,
+    v2: Tensor | None, weight: Tensor, index: Tensor, initial: Tensor | None,
+    boundary: Tensor, decay: Tensor, strong: Tensor, plan_rows: Tensor, begin: Tensor, chunks: Tensor,
+    num_partitions: int, scale: float, gate: str, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_gradient_launches`, compiled together."""
+    constants = _constants(q1, q2, g2, v, v2, index, initial, num_partitions, chunk_size)
+    return compiled_together(
+        _gradient_launches, do, dfinal, q1, k1, g1, q2, k2, g2, v, v2, weight, index, initial, boundary, decay, strong,
+        plan_rows, begin, chunks, num_partitions, scale, gate, chunk_size,
+        key=("gradients", dfinal is None, gate == "none", boundary.numel() == 0, *constants),
+    )  # fmt: skip
 
 
 sse_gla_backward = torch.library.custom_op("posttrain::sse_gla_backward", _gradients, mutates_args=())

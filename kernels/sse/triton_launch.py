@@ -3,13 +3,19 @@
 `kernel[grid](...)` binds, specialises and looks up every argument again at each launch, 70 microseconds for the kernels here on
 a slow host; a layer's forward and backward has two dozen of them. `Launch` does that once for a set of constants and dtypes and
 then calls the compiled kernel. It reaches into Triton 3.6's compiled kernels; other versions launch the ordinary way.
+
+Compiling them one after another takes half a minute: `compiled_together` runs a function first with launches that compile, side
+by side, and then for real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -18,7 +24,11 @@ from torch import Tensor
 from posttrain.kernels.sse.checks import Inputs
 
 MAX_CHUNK, MAX_WIDTH = 128, 256
+MAX_COMPILERS = 16
+Result = TypeVar("Result")
 _KNOWN = triton.__version__.startswith("3.6.")
+_compiling_only = ContextVar("compiling_only", default=False)
+_compiled: set[tuple[Hashable, ...]] = set()
 
 
 class Launch:
@@ -36,6 +46,9 @@ class Launch:
         self, grid: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...], constants: dict[str, Any]
     ) -> None:
         if 0 in grid:
+            return
+        if _compiling_only.get():
+            self.kernel.warmup(*tensors, *numbers, grid=grid, **constants)
             return
         device = tensors[0].device
         if not _KNOWN or device.type != "cuda" or interpreted() or _hooked():
@@ -61,6 +74,20 @@ class Launch:
         free = {p.name for p in self.kernel.params if p.do_not_specialize}
         special = [n for n, value in zip(names, numbers, strict=True) if isinstance(value, int) and n not in free]
         assert not special, f"{special} must be in the kernel's do_not_specialize"
+
+
+def compiled_together(run: Callable[..., Result], *arguments: Any, key: tuple[Hashable, ...]) -> Result:
+    """run(*arguments), whose kernels are compiled side by side the first time that the process meets `key`, which must hold
+    whatever their constants depend on. `run` is called twice then: it may allocate and launch, and do nothing else."""
+    if key not in _compiled and not interpreted():
+        mark = _compiling_only.set(True)
+        try:
+            with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool):
+                run(*arguments)
+        finally:
+            _compiling_only.reset(mark)
+        _compiled.add(key)
+    return run(*arguments)
 
 
 def aligned(a: Tensor) -> Tensor:

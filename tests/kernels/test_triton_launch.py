@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from posttrain.kernels.sse import sse
+from posttrain.kernels.sse import sse, triton_launch
 from posttrain.kernels.sse.cases import Case, make_case
-from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of
+from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, compiled_together
 
 CHECK = """
 import importlib, json, sys
@@ -69,3 +69,44 @@ def test_a_tensor_off_the_16_byte_grid_is_copied():
 )
 def test_blocks_beside_warp_groups_are_wide(rows, half, size, largest, block):
     assert block_of(size, largest, rows=rows, half=half) == block
+
+
+def test_kernels_compile_together_the_first_time(monkeypatch):
+    class Kernel:
+        """Notes what is asked of it."""
+
+        def __init__(self):
+            self.done = []
+
+        def warmup(self, *arguments, grid, **constants):
+            self.done.append("compiled")
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: self.done.append("launched")
+
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    kernel, tensor = Kernel(), torch.zeros(4)
+    launch = Launch(kernel)
+
+    def run(grid):
+        launch((grid,), (tensor,), (), {})
+        return grid
+
+    assert compiled_together(run, 3, key=("a test", 1)) == 3
+    assert kernel.done == ["compiled", "launched"]
+    assert compiled_together(run, 5, key=("a test", 1)) == 5
+    assert kernel.done == ["compiled", "launched", "launched"]
+    compiled_together(run, 3, key=("a test", 2))
+    assert kernel.done[3:] == ["compiled", "launched"]
+
+
+def test_a_failed_compilation_leaves_launches_as_they_were(monkeypatch):
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+
+    def fails():
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        compiled_together(fails, key=("a test", 3))
+    assert not triton_launch._compiling_only.get()
+    assert ("a test", 3) not in triton_launch._compiled
