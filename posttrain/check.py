@@ -170,34 +170,41 @@ def training_memory(recipe: Recipe, fields: dict[str, Any], section: str, tokens
         optimizer_bytes = parameters * numbers
     compute = 2 if arguments.get("bf16") or arguments.get("fp16") else element
     checkpointing = bool(recipe.argument(section, "gradient_checkpointing"))  # type: ignore[arg-type]
+    given = recipe.argument(section, "gradient_checkpointing_kwargs")  # type: ignore[arg-type]
+    keeps = not isinstance(given, dict) or (given.get("keep_mixers", True) and not given.get("use_reentrant"))
     return {
         "weights": parameters * element / (world if stage == 3 else 1),
         "gradients": parameters * element / (world if stage >= 2 else 1),
         "optimizer": 0.0 if deepspeed and deepspeed.offload_optimizer else optimizer_bytes / (world if stage >= 1 else 1),
-        "activations": activation_bytes(fields, tokens, element=compute, checkpointing=checkpointing),
+        "activations": activation_bytes(fields, tokens, element=compute, checkpointing=checkpointing, keep_mixers=keeps),
     }
 
 
-def activation_bytes(fields: dict[str, Any], tokens: int, *, element: int, checkpointing: bool) -> float:
+def activation_bytes(
+    fields: dict[str, Any], tokens: int, *, element: int, checkpointing: bool, keep_mixers: bool = True
+) -> float:
     """What backward needs of a packed microbatch; logits are never whole in memory and are not counted.
 
     A layer keeps its input, two norms and the residual (4 hidden), the MLP's gate, up and product (3 intermediate), the mixer's
     q, k, v, output and projected output (5 widths); an SSE layer also the second q and k, two fp32 log decays, and the
-    boundary states of the shared and the selected partitions. With checkpointing: a layer's input each, and one layer whole.
+    boundary states of the shared and the selected partitions. With checkpointing: a layer's input each, what its SSE mixer keeps
+    (its output and those states, as numbers of the compute type), and one layer whole.
     """
     shape = resolve(fields)
     hidden, width = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
-    layers = []
+    layers, kept = [], 0.0
     for kind in shape["layer_types"]:
         numbers = 4 * hidden + 3 * shape["intermediate_size"] + 5 * width
         size = numbers * element
         if kind in SSE_LAYER_TYPES:
             touched = shape["num_selected"] + int(shape["shared_partition"])
             size += 2 * width * element + 2 * width * 4
-            size += touched * width * shape["head_dim"] * 4 / shape["chunk_size"]
+            states = touched * width * shape["head_dim"] / shape["chunk_size"]
+            size += 4 * states
+            kept += (width + states) * element
         layers.append(size)
     if checkpointing:
-        return tokens * (len(layers) * hidden * element + max(layers))
+        return tokens * (len(layers) * hidden * element + max(layers) + (kept if keep_mixers else 0.0))
     return tokens * sum(layers)
 
 

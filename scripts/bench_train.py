@@ -4,10 +4,11 @@
     python scripts/bench_train.py --device cpu --tiny            a dry run
 
 A step is forward, cross-entropy without [tokens, vocabulary] logits (`posttrain.kernels.linear_cross_entropy`, the same for
-every model), backward with gradient checkpointing of every layer, and AdamW. `--precision bf16` (the default) is what the SFT
-recipes of this size do: bf16 weights and gradients, fp32 master weights and moments in the optimiser. `autocast` is fp32 weights
-under bf16 autocast, the SFT trainer's way without DeepSpeed. The SFT trainer takes its loss from TRL's fused head, which computes
-the logits twice; ours is timed here. No data parallelism, no gradient accumulation; weights and tokens are random.
+every model), backward with gradient checkpointing of every layer (SSE layers keep what their operators returned), and AdamW.
+`--precision bf16` (the default) is what the SFT recipes of this size do: bf16 weights and gradients, fp32 master weights and
+moments in the optimiser. `autocast` is fp32 weights under bf16 autocast, the SFT trainer's way without DeepSpeed. The SFT
+trainer takes its loss from TRL's fused head, which computes the logits twice; ours is timed here. No data parallelism, no
+gradient accumulation; weights and tokens are random.
 
 Models: SSE-H and Transformer of `posttrain.models` with the published sizes, and as an outside peer transformers' Llama with the
 Transformer's sizes, with scaled_dot_product_attention as PyTorch picks it and with cuDNN's preferred. `--unfused` adds SSE-H with
@@ -151,7 +152,10 @@ def build(variant: Variant, args: argparse.Namespace, device: torch.device) -> n
         else:
             model = SSEHForCausalLM(SSEHConfig(**variant.fields, max_position_embeddings=longest))
             model = nn.Module.to(model, device=device, dtype=dtype)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    arguments = {"use_reentrant": False}
+    if args.compute_mixers_again and not variant.peer:
+        arguments["keep_mixers"] = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, every_n_layers=args.every_n_layers)
     return model.train()
 
 
@@ -293,7 +297,10 @@ def ratios(run: Run, runs: list[Run]) -> tuple[str | None, str | None]:
 def report(runs: list[Run], args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[str]]:
     where = environment(device)
     lines = ["# A training step of SSE-H-2B beside Transformer-2B", "", *describe(where)]
-    lines += [f"Precision {args.precision}, gradient checkpointing of every layer, sequences a batch: {args.sequences}. "
+    layers = "every layer" if args.every_n_layers == 1 else f"one layer in {args.every_n_layers}"
+    mixers = "computed again" if args.compute_mixers_again else "kept"
+    lines += [f"Precision {args.precision}, gradient checkpointing of {layers}, results of SSE operators {mixers}, "
+              f"sequences a batch: {args.sequences}. "
               f"Utilisation: model FLOPs over {PEAK_FLOPS / 1e12:.0f} TFLOP/s, recomputation not counted. "
               "Times are medians, with the least and the most.", ""]  # fmt: skip
     rows = []
@@ -318,7 +325,10 @@ def report(runs: list[Run], args: argparse.Namespace, device: torch.device) -> t
             lines += table(["kind", "ms a step", "share"], [[k, f"{ms:.1f}", f"{ms / total:.1%}"] for k, ms in run.kinds.items()])
             top = [[name[:110], f"{us / 1e3:.2f}", count] for name, us, count in run.kernels[:20]]
             lines += table(["kernel", "ms a step", "launches"], top)
-    record = {"environment": where, "precision": args.precision, "peak_flops": PEAK_FLOPS}
+    record = {
+        "environment": where, "precision": args.precision, "peak_flops": PEAK_FLOPS,
+        "every_n_layers": args.every_n_layers, "keep_mixers": not args.compute_mixers_again,
+    }  # fmt: skip
     record["runs"] = [
         {
             **{k: v for k, v in vars(run).items() if k not in ("timing", "kernels")},
@@ -340,6 +350,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="variants whose names contain one of these")
     parser.add_argument("--unfused", action="store_true", help="also SSE-H without the small fused operators")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel (GPU only)")
+    parser.add_argument("--every-n-layers", type=int, default=1, help="checkpoint one layer in so many (default: 1)")
+    parser.add_argument("--compute-mixers-again", action="store_true", help="checkpointing without keep_mixers")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps at least (default: 5)")
     parser.add_argument("--seconds", type=float, default=4.0, help="more steps as long as they fit (default: 4)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

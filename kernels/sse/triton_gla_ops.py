@@ -4,11 +4,13 @@ through."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from posttrain.kernels.recompute import kept
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.triton_gla_launch import (
     Chunks,
@@ -192,9 +194,9 @@ def _backward(run: Callable, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
 
 
 class _EagerGLA(torch.autograd.Function):
-    """The operator without its dispatch."""
+    """The operator without its dispatch. Under `keep_results`, its forward runs once for a checkpointed layer."""
 
-    forward = staticmethod(_forward)
+    forward = staticmethod(partial(kept, _forward))
     setup_context = staticmethod(_setup_context)
 
     @staticmethod

@@ -20,6 +20,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from posttrain.kernels.recompute import keep_results
 from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.linear import Linear, RMSNorm, SwiGLU
 from posttrain.models.loss import chunked_cross_entropy, shift_labels
@@ -115,6 +116,18 @@ class SSEHPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     # Recurrent state cannot be cropped, which assisted generation would need.
     _is_stateful = True
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """transformers' own, non-reentrant unless told otherwise, and with one more key: `keep_mixers` (True by default). The
+        results of the sparse-state operators' kernels, outputs and states at the chunks' starts, stay in memory and are not
+        computed again: 24 KB a token and layer at 2B, for a fifth
+        of the operators' time."""
+        arguments = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        if arguments.pop("keep_mixers", True) and not arguments["use_reentrant"]:
+            arguments.setdefault("context_fn", keep_results)
+        super().gradient_checkpointing_enable(arguments, every_n_layers=every_n_layers, offload=offload)
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers visits no module outside its own package that has no parameter of its own, so a Linear cannot be left to

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.linear_cross_entropy import linear_cross_entropy
+from posttrain.kernels.sse import use_backend
 from posttrain.models import loss
 from posttrain.models.linear import Linear, is_plain
 from posttrain.models.loading import new_model
@@ -106,6 +107,32 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_model, batch, kind
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert p.grad is not None, name
         assert torch.equal(p.grad, q.grad), name
+
+
+def test_checkpointing_keeps_what_triton_computed(make_model, batch, monkeypatch):
+    """Every SSE layer's forward runs once, or with keep_mixers off twice; the gradients are the same bits."""
+    pytest.importorskip("triton")
+    from posttrain.kernels.sse import triton_gdn_ops, triton_gla_ops
+
+    calls = []
+
+    def count(compute):
+        return lambda *args, **options: calls.append(1) or compute(*args, **options)
+
+    monkeypatch.setattr(triton_gla_ops, "start_states", count(triton_gla_ops.start_states))
+    monkeypatch.setattr(triton_gdn_ops, "outputs", count(triton_gdn_ops.outputs))
+    model = make_model("hybrid").train()
+    layers, found = sum(layer.routed for layer in model.model.layers), []
+    for keep in (True, False):
+        other = copy.deepcopy(model)
+        other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"keep_mixers": keep})
+        calls.clear()
+        with use_backend("triton"):
+            other(**batch, labels=batch["input_ids"]).loss.backward()
+        assert len(calls) == (layers if keep else 2 * layers)
+        found.append({name: p.grad for name, p in other.named_parameters()})
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name]), name
 
 
 def test_router_replay_uses_given_choices_with_live_weights(make_model, batch):
