@@ -300,7 +300,8 @@ class Bench:
         lines = ["# One decode step of an SSE layer (GLA)", "", *describe(r["environment"])]
         positions = "all sequences at the same position" if s["lockstep"] else "positions spread over the chunk"
         lines += [f"{layer}, fp32 decays, {positions}, folds included; launch options {r['options']}.", ""]
-        lines += [f"The fastest of three large copies moves {r['copy_bytes_per_s'] / 1e12:.3f} TB/s. Against float64: {found.get('error', 'failed')}; "
+        lines += [f"The fastest of three large copies moves {r['copy_bytes_per_s'] / 1e12:.3f} TB/s. "
+                  f"Against float64: {found.get('error', 'failed')}; "
                   f"states bitwise the prefill's: {found.get('states_bitwise_prefill', 'failed')}.", ""]  # fmt: skip
         header = ["batch", "us a step", "MB", "share of copy", "copying the fp32 states in and out, us", "ratio", "fla, us"]
         lines += table(header, [self._cells(row) for row in r["rows"]])

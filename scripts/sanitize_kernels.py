@@ -27,6 +27,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDE = {
     "wide": Case(lengths=(150, 61, 1), key_dim=128, value_dim=128, chunk_size=64),
     "wide, two routes": Case(lengths=(130, 70), key_dim=128, value_dim=128, chunk_size=64, partitions=16, routed=2),
+    "wide, short chunk": Case(lengths=(70, 33), key_dim=128, value_dim=128, chunk_size=32),
+    "wide, longest chunk": Case(lengths=(130, 70), key_dim=96, value_dim=80, chunk_size=128),
     "wide, strong decay": Case(lengths=(130, 70), key_dim=128, value_dim=128, chunk_size=64, decay=-5.0),
 }
 # Operands rounded to bf16 (or tf32) give some 1e-3 to 1e-2; a wrong term is far above.

@@ -82,20 +82,6 @@ def row_sums(which, a, heads, TAG: tl.constexpr, HALF: tl.constexpr, LOW: tl.con
 
 
 @triton.jit
-def column_sums(a, which, HALF: tl.constexpr, LOW: tl.constexpr):
-    """a [BK, BC] times which [BC, M]: `row_sums` for transposed rows."""
-    if HALF:
-        mask = which.to(tl.bfloat16)
-        high = a.to(tl.bfloat16)
-        total = tl.dot(high, mask)
-        if LOW:
-            total += tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), mask)
-        return total
-    else:
-        return tl.dot(a, which.to(tl.float32), input_precision="tf32x3")
-
-
-@triton.jit
 def load_rows(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr, AGAIN: tl.constexpr = False):
     """Rows [BC, BD] of a [rows, H, D] tensor from column `offset` on, in fp32, zero where there is none.
 
@@ -108,14 +94,6 @@ def load_rows(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.c
         return tl.load(ptr + where, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     else:
         return tl.load(ptr + where, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_rows_transposed(ptr, source, valid, head, heads, D: tl.constexpr, offset, BD: tl.constexpr):
-    """As `load_rows`, [BD, BC]."""
-    column = offset + tl.arange(0, BD)
-    where = (source.to(tl.int64) * heads + head)[None, :] * D + column[:, None]
-    return tl.load(ptr + where, mask=valid[None, :] & (column < D)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
