@@ -34,8 +34,10 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/posttrain run recipes/demo.yaml --resume
 
+# Integration tests start Ray, which wants the machine to itself.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integration $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
