@@ -1,8 +1,4 @@
-"""Launches of the gated delta rule's kernels, `triton_gdn.py` and `triton_gdn_backward.py`.
-
-A token has one shared row and R routed rows. With one route, the routed launch adds its output to the shared one's; with more,
-every row has its own fp32 place and the rows of a token are summed in order.
-"""
+"""Launches of the gated delta rule's kernels, `triton_gdn.py` and `triton_gdn_backward.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kern
 from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
 from posttrain.kernels.sse.triton_launch import block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
+from posttrain.kernels.sse.triton_token_sum import TokenSum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,37 +187,13 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
     return total, inverse, boundary, u, final
 
 
-class TokenSum:
-    """Where the rows of a token add up, [T, H, width]: launches leave theirs as `target` says, `finish` gives the sum."""
-
-    def __init__(self, c: Call, width: int, dtype: torch.dtype) -> None:
-        self.routes, self.shape, self.dtype = c.routes, (c.v.shape[0], c.heads, width), dtype
-        self.total = c.v.new_empty(self.shape, dtype=dtype)
-        self.part = c.v.new_empty(self.shape, dtype=torch.float32) if len(c.kinds) > 1 else None
-        self.rows = c.v.new_empty(c.kinds[-1].num_rows, *self.shape[1:], dtype=torch.float32) if c.routes > 1 else None
-
-    def target(self, is_shared: bool) -> tuple[Tensor, dict[str, bool]]:
-        if is_shared:
-            assert self.part is not None
-            return self.part, dict(ADD=False, LAST=False)
-        if self.rows is not None:
-            return self.rows, dict(ADD=False, LAST=False)
-        return self.total if self.part is None else self.part, dict(ADD=self.part is not None, LAST=True)
-
-    def finish(self) -> Tensor:
-        if self.rows is None:
-            return self.total
-        tokens, heads, width = self.shape
-        return sum_terms(self.rows, tokens, self.routes, heads * width, self.dtype, self.part).view(self.shape)
-
-
 def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tensor) -> Tensor:
-    shape, out = c.sizes.parallel(64, 128), TokenSum(c, c.sizes.V, c.v.dtype)
+    shape, out = c.sizes.parallel(64, 128), TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     for n, kind in enumerate(c.kinds):
-        part, flags = out.target(n < len(c.kinds) - 1)
+        part, add, last = out.target(is_shared=n < len(c.kinds) - 1)
         gdn_output_kernel[(c.heads * kind.num_chunks, cdiv(c.sizes.V, shape["BV"]))](
             plan.rows, kind.q, kind.k, c.weight, total, u, boundary, part, out.total, c.heads, kind.first_chunk, c.scale,
-            QDIV=kind.q_div, KDIV=kind.k_div, READ=kind.read, **flags, **shape,
+            QDIV=kind.q_div, KDIV=kind.k_div, READ=kind.read, ADD=add, LAST=last, **shape,
         )  # fmt: skip
     return out.finish()
 
@@ -267,7 +240,7 @@ def gradients(
     # Two blocks of values or more, where they fit: of one block the compiler would load everything ahead, past its registers.
     shape = s.parallel(128, min(64, power_of_two(s.V) // 2), warps=8 if s.BC <= 64 else 16)
     blocks = cdiv(s.K, shape["BK"])
-    dv = None if separate else TokenSum(c, s.V, c.v.dtype)
+    dv = None if separate else TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     found, dweight = [], None
     for n, kind in enumerate(c.kinds):
         rows, gated = kind.num_rows, kind.read or kind.write
@@ -278,14 +251,14 @@ def gradients(
         }
         dg, db, sent = (c.v.new_empty(blocks, n, c.heads, dtype=torch.float32) for n in (rows, rows, rows if gated else 0))
         if dv is None:
-            part, out, flags = grads["v"], grads["v"], dict(ADD=False, LAST=True)
+            part, out, add, last = grads["v"], grads["v"], False, True
         else:
-            (part, flags), out = dv.target(n < len(c.kinds) - 1), dv.total
+            (part, add, last), out = dv.target(is_shared=n < len(c.kinds) - 1), dv.total
         gdn_gradient_kernel[(c.heads * kind.num_chunks, blocks)](
             plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, u, z, boundary, dboundary,
             grads["q"], grads["k"], dg, db, out, part, sent, c.heads, rows, kind.first_chunk, c.scale,
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
-            READ=kind.read, WRITE=kind.write, **flags, **shape,
+            READ=kind.read, WRITE=kind.write, ADD=add, LAST=last, **shape,
         )  # fmt: skip
         grads["g"], grads["b"] = (sum_terms(a, 1, blocks, rows * c.heads, torch.float32) for a in (dg, db))
         if gated:

@@ -1,8 +1,4 @@
-"""Launches of the GLA kernels, `triton_gla.py` and `triton_gla_backward.py`.
-
-A token has one shared row and R routed rows. With one route, the routed launch adds its output to the shared one's; with more,
-every row has its own fp32 place and the rows of a token are summed in order.
-"""
+"""Launches of the GLA kernels, `triton_gla.py` and `triton_gla_backward.py`."""
 
 from __future__ import annotations
 
@@ -28,6 +24,7 @@ from posttrain.kernels.sse.triton_gla_backward import (
 )
 from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, cdiv, interpreted, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
+from posttrain.kernels.sse.triton_token_sum import TokenSum
 
 # Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; with
 # eight warps and half the registers, products and gradients took longer. The scan's rows are key channels.
@@ -258,18 +255,11 @@ def upstream(c: Call, chunks: Chunks, do: Tensor) -> Upstream:
 
 def mix(c: Call, chunks: Chunks, state: Tensor, do: Tensor | None = None) -> Tensor:
     """o from the start states, or with `do` the gradient of v (shared by the routes) from those of the end states -> [T,H,V]."""
-    total, routed = torch.empty_like(c.v), c.kinds[-1]
-    part = torch.empty_like(total, dtype=torch.float32) if len(c.kinds) > 1 else None
-    if c.routes == 1:
-        for n, kind in enumerate(c.kinds):
-            last = n == len(c.kinds) - 1
-            _mix_kind(c, kind, chunks, state, total if part is None else part, total, do, add=n > 0, last=last)
-        return total
-    if part is not None:
-        _mix_kind(c, c.kinds[0], chunks, state, part, total, do, add=False, last=False)
-    rows = total.new_empty((routed.num_rows, *total.shape[1:]), dtype=torch.float32)
-    _mix_kind(c, routed, chunks, state, rows, total, do, add=False, last=False)
-    return sum_terms(rows, total.shape[0], c.routes, total.shape[1:].numel(), total.dtype, part).view(total.shape)
+    out = TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
+    for n, kind in enumerate(c.kinds):
+        part, add, last = out.target(is_shared=n < len(c.kinds) - 1)
+        _mix_kind(c, kind, chunks, state, part, out.total, do, add=add, last=last)
+    return out.finish()
 
 
 def mix_apart(c: Call, chunks: Chunks, dend: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:
