@@ -2,7 +2,7 @@
 
 `SlotCache` is what transformers calls a cache (`past_key_values`), and what the generator schedules: slots are reset, forked,
 exported and loaded one by one. An SSE layer keeps a `ChunkState` (boundary states and the unfinished chunk), an attention layer
-keeps keys and values.
+keeps keys and values: a row of them a slot (`KVPool`), or in pages that forks share (`posttrain.models.paged`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from posttrain.kernels.sse import ChunkState
+from posttrain.models.paged import PagedKV, PageTable, upload
 from posttrain.models.sizes import KV_BLOCK, KV_STEP, SSE_LAYER_TYPES, state_bytes
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class SlotCache(Cache):
 
     Args:
         max_length: longest sequence a slot may hold; None for no limit.
+        paged: keys and values in pages.
+        num_pages: of a paged cache, page 0 (nobody's) included; None: as many as are asked for.
+
+    Attributes:
+        pages: the books of a paged cache, else None.
     """
 
     def __init__(
@@ -142,6 +148,8 @@ class SlotCache(Cache):
         num_slots: int,
         *,
         max_length: int | None = None,
+        paged: bool = False,
+        num_pages: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -157,7 +165,8 @@ class SlotCache(Cache):
         self.slot_tensor = torch.arange(num_slots, device=device)
         # Columns of padded input that have passed, padding included: what transformers' generate() calls the length.
         self.columns = 0
-        self.states: list[ChunkState | KVPool] = []
+        self.pages = PageTable(num_slots, num_pages, max_length=max_length, device=device) if paged else None
+        self.states: list[ChunkState | KVPool | PagedKV] = []
         shape = config.shape
         for kind in shape.layer_types:
             if kind in SSE_LAYER_TYPES:
@@ -167,10 +176,14 @@ class SlotCache(Cache):
                 )  # fmt: skip
             else:
                 window = config.sliding_window if kind == "sliding_attention" else None
-                state = KVPool(
-                    num_slots, shape.kv_heads, shape.head_dim, window=window, device=device, dtype=dtype
-                )  # fmt: skip
+                sizes = (shape.kv_heads, shape.head_dim)
+                if self.pages is None:
+                    state = KVPool(num_slots, *sizes, window=window, device=device, dtype=dtype)
+                else:
+                    state = PagedKV(self.pages, *sizes, window=window, device=device, dtype=dtype)
             self.states.append(state)
+        # Without full attention no layer has pages to run short of.
+        self.uses_pages = paged and any(isinstance(a, PagedKV) and a.window is None for a in self.states)
 
     def bind(self, slots: Sequence[int] | Tensor) -> None:
         """Sequence s of the next forwards continues slot `slots[s]`; raises ValueError on a repeated or unknown slot."""
@@ -179,7 +192,7 @@ class SlotCache(Cache):
             raise ValueError(f"slots must be distinct numbers in [0, {self.num_slots}), got {chosen}")
         if chosen != self.slots:
             self.slots = chosen
-            self.slot_tensor = torch.tensor(chosen, dtype=torch.long, device=self.slot_tensor.device)
+            self.slot_tensor = upload(chosen, torch.long, self.slot_tensor.device)
 
     def check_room(self, slots: Sequence[int], new: Sequence[int]) -> None:
         """Raises ValueError where a slot would grow past `max_length`."""
@@ -190,23 +203,64 @@ class SlotCache(Cache):
                     "make the cache longer or the request shorter"
                 )
 
+    def reserve(self, slots: Sequence[int], new: Sequence[int]) -> None:
+        """Pages for `new[s]` more tokens of each slot, shared ones copied. Nothing to do without pages.
+
+        Raises:
+            OutOfPages: too few are free; slots that came first have theirs.
+        """
+        if self.pages is None or not self.uses_pages:
+            return
+        copied = []
+        try:
+            for slot, count in zip(slots, new, strict=True):
+                start = self.lengths[slot]
+                copied.append(self.pages.reserve(slot, start, start + count))
+        finally:
+            self.pages.publish()
+        pairs = [pair for pair in copied if pair is not None]
+        paged = [state for state in self.states if isinstance(state, PagedKV) and state.window is None]
+        for state in paged:
+            state.grow()
+        if pairs:
+            src, dst = upload([list(side) for side in zip(*pairs, strict=True)], torch.int64, self.slot_tensor.device)
+            for state in paged:
+                state.copy_pages(src, dst)
+
+    def reserve_next(self, slots: Sequence[int]) -> None:
+        """`reserve` for one token each, quick where no slot needs a page."""
+        if self.pages is not None and self.uses_pages:
+            due = self.pages.due(slots, self.lengths)
+            self.reserve(due, [1] * len(due))
+
+    def release(self, slot: int) -> None:
+        """Gives a slot's pages back; what else it holds stays until it is reset."""
+        if self.pages is not None:
+            self.pages.release(slot)
+
     def advance(self, slots: Sequence[int], new: Sequence[int]) -> None:
         for slot, count in zip(slots, new, strict=True):
             self.lengths[slot] += count
 
-    def reset(self, slots: Sequence[int] | Tensor | None = None) -> None:
-        """Empties some slots, or all of them."""
+    def reset(self, slots: Sequence[int] | Tensor | None = None, *, keep_pages: bool = False) -> None:
+        """Empties some slots, or all of them; `keep_pages`: pages that are reserved for what comes stay so."""
         chosen = range(self.num_slots) if slots is None else slots.tolist() if isinstance(slots, Tensor) else slots
         chosen = list(chosen)
         if slots is None:
             self.columns = 0
-        index = torch.tensor(chosen, dtype=torch.long, device=self.slot_tensor.device)
+        index = upload(chosen, torch.long, self.slot_tensor.device)
+        freed: dict[int, list[int]] = {}
+        if self.pages is not None:
+            freed = {slot: [] if keep_pages else self.pages.release(slot) for slot in chosen}
         for state in self.states:
             if isinstance(state, ChunkState):
                 state.reset(index)
-            else:
+            elif isinstance(state, KVPool):
                 for slot in chosen:
                     state.reset(slot, self.lengths[slot])
+            else:
+                for slot in chosen:
+                    state.reset(slot, freed[slot])
         for slot in chosen:
             self.lengths[slot] = 0
 
@@ -215,11 +269,13 @@ class SlotCache(Cache):
         dst = [slot for slot in dst_slots if slot != src]
         if not dst:
             return
+        if self.pages is not None:
+            self.pages.fork(src, dst)
         for state in self.states:
-            if isinstance(state, ChunkState):
-                state.fork(src, dst)
-            else:
+            if isinstance(state, KVPool):
                 state.fork(src, dst, self.lengths[src])
+            else:
+                state.fork(src, dst)
         for slot in dst:
             self.lengths[slot] = self.lengths[src]
 
@@ -236,6 +292,8 @@ class SlotCache(Cache):
         length = int(tensors["length"])
         self.lengths[slot] = 0
         self.check_room([slot], [length])
+        self.release(slot)
+        self.reserve([slot], [length])
         for i, state in enumerate(self.states):
             prefix = f"{i}."
             part = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -246,6 +304,20 @@ class SlotCache(Cache):
             else:
                 state.load(slot, part, length)
         self.lengths[slot] = length
+
+    @staticmethod
+    def measure(config: SSEHConfig, *, device: torch.device | str, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of a paged cache: of a slot whatever its length, and of one page in every full-attention layer."""
+        one = SlotCache(config, 1, max_length=1, paged=True, num_pages=2, device=device, dtype=dtype)
+        slot = page = 0
+        for state in one.states:
+            if isinstance(state, PagedKV):
+                each = (state.keys.nbytes + state.values.nbytes) // state.keys.shape[0]
+                page += each if state.window is None else 0
+                slot += 0 if state.window is None else each * state.table.shape[1]
+            elif isinstance(state, ChunkState):
+                slot += state.nbytes_per_slot
+        return slot, page
 
     def nbytes_per_sequence(self, length: int) -> int:
         """Bytes that one sequence of `length` tokens needs, as in `posttrain.models.sizes.state_bytes`."""

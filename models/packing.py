@@ -55,10 +55,11 @@ class Part:
     """Sequences that a recurrent layer computes in one call. One-token continuations are a part of their own: they take the
     decode path, and would not if they shared a call with longer ones, so their bits would depend on their company.
 
-    rows: int64, their packed tokens, or None for all of them; cu_seqlens [S+1] on the host; slots [S] where they continue slots.
+    rows: int64, their packed tokens, or None for all of them; cu_seqlens [S+1] on the host, or None: one token each; slots [S]
+    where they continue slots.
     """
 
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     rows: Tensor | None = None
     slots: Tensor | None = None
 

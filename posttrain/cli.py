@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--resume", action="store_true", help="continue an unfinished stage at its last checkpoint")
     _recipe_command(commands, "check", "validate a recipe, print it resolved, and estimate memory and tokens; starts nothing")
     _generate_command(commands)
+    _serve_command(commands)
     _compare_command(commands)
     commands.add_parser("doctor", help="say what this machine has, which backends will be used, and what to install")
     return parser
@@ -96,6 +97,25 @@ def _generate_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--output", help="file for the JSON lines; by default standard output")
 
 
+def _serve_command(commands: argparse._SubParsersAction) -> None:
+    text = "serve a checkpoint over OpenAI's completions and chat routes, until Ctrl-C"
+    command = commands.add_parser("serve", help=text, description=text)
+    command.add_argument("model", help="checkpoint folder or hub id")
+    command.add_argument("--host", default="127.0.0.1", help="address to bind; by default this machine alone can reach it")
+    command.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    command.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the bearer token to ask for")
+    command.add_argument("--served-model-name", metavar="NAME", help="name that clients ask for; by default MODEL as given")
+    command.add_argument("--max-sequences", type=int, default=32, help="sequences decoded at once")
+    command.add_argument("--max-queue", type=int, default=1024, help="samples that may wait beside them; more get HTTP 429")
+    command.add_argument("--max-length", type=int, help="prompt and completion tokens together; by default the model's context")
+    command.add_argument("--tokenizer", help="folder, hub id or arithmetic; by default the checkpoint's")
+    command.add_argument("--chat-template", help="Jinja file, or simple, chatml, tagged; by default the tokenizer's")
+    command.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    command.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where there is one")
+    command.add_argument("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds that running requests get to end")
+    command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings along")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
     parser = build_parser()
@@ -130,6 +150,10 @@ def _dispatch(args: argparse.Namespace) -> int:
         from posttrain.rollout.cli import generate_command
 
         return generate_command(args)
+    if args.command == "serve":
+        from posttrain.serve.cli import serve_command
+
+        return serve_command(args)
     if args.command == "compare":
         from posttrain.evaluation.compare import compare_command
 

@@ -344,6 +344,26 @@ def _replace_directory(new: Path, path: Path) -> None:
     _flush(path.parent)
 
 
+def append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append to an unbuffered file, all or nothing: what a full disk cut off is taken back, lest the next line join it.
+
+    Raises:
+        RunFolderError: the disk is full.
+    """
+    start = file.seek(0, os.SEEK_END)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        file.truncate(start)
+        if is_disk_full(error):
+            raise RunFolderError(
+                f"no space left on the disk while writing {file.name}; free some space and use --resume"
+            ) from error
+        raise
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -90,6 +90,16 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ratings:
+    """What the rewards said of P groups of G: weighted sums `totals` [P][G], `parts` name -> [P][G], None where not judged;
+    `timeouts` verifications were killed. Penalties and advantages come later."""
+
+    totals: list[list[float | None]]
+    parts: dict[str, list[list[float | None]]]
+    timeouts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """All completions of one prompt with their rewards: admitted or refused as a whole, consumed exactly once.
 

@@ -26,17 +26,41 @@ _HEDGES = frozenset(
     word
     for line in (
         "not nor neither either maybe perhaps possibly probably if unless otherwise else between least most than except",
-        "versus vs to through until within wrong incorrect oder ou nicht nie",
+        "versus vs to through until within wrong incorrect false untrue too",
+        "ruled excluded rejected impossible unlikely invalid cannot never oder ou nicht nie",
     )
     for word in line.split()
 )
+_HEDGING_CHARACTERS = re.compile(r"(?<!\w)не(?!\w)|不是|并非|‰|n['’]t\b")
+# What follows a number and makes it another one; `12\text{ units squared}` stays 12.
+_CHANGED = re.compile(
+    r"\d\s*(?:squared|cubed|factorial|below zero|per mille|basis points?"
+    r"|halves|thirds|fourths|fifths|(?:six|eigh|ten|hundred|thousand)ths"
+    r"|point (?:zero|one|two|three|four|five|six|seven|eight|nine))\b"
+)
+_SCALES = {
+    "dozen": "12",
+    "hundred": "10^{2}",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
+}
+_SCALED = re.compile(
+    r"(?<=[\d}])(?:\s|\\[,; ]|~)*(?P<opened>\\(?:text|textrm|mathrm|mbox)\s*\{\s*)?"
+    rf"(?P<scale>{'|'.join(_SCALES)})s?\b(?(opened)(?P<rest>[^{{}}]*\}})?)"
+)
+_PRIME = re.compile(r"(?<=[A-Za-z)}])(?:\s*'|\s*\^\s*\{?\s*\\prime)")
 _HEDGED_SENTENCE = re.compile(
     r"\b(?:not|n't|nor|neither|either|between|maybe|perhaps|possibly|less than|more than|fewer than|greater than|at least|at most"
-    r"|one of)\b|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
+    r"|anything but|other than|besides"
+    r"|one of)\b|\(or\b|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"\d\s*[,;]\s*(?:(?:and|or)\s+)?[-$\\(]*\d")
-_LAST_CHOICE = re.compile(r"[\d}$)]\s+or\s+[-$\\(]*[\d][^\s]*[.!\s]*$")
+_LAST_CHOICE = re.compile(r"[\d}$)]\s+(?:or|oder|ou|o|или)\s+[-$\\(]*[\d][^\s]*[.!\s]*$")
+_DENIED_LAST = re.compile(r"(?:(?:\bnot|n['’]t)\s+|不是\s*)[-$\\(]*\d[^\s。]*[.!。\s]*$")
+_RUN = re.compile(r"(?:\d+(?:\s*[,;]\s*|\s+)(?:\.\.\.\s*)?){4,}\d+[.!\s]*$")
 _UNCERTAIN = re.compile(r"\^\s*\{?\s*\+[^{}]*\}?\s*_\s*\{?\s*-|_\s*\{?\s*-[^{}]*\}?\s*\^\s*\{?\s*\+")
 _BOUND = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[gln]eq?|gt|lt|geqslant|leqslant)\b)")
 _LETTERS = "A-J"
@@ -81,6 +105,11 @@ def hedged(gold: str, answer: str, *, single: bool) -> bool:
     """
     if _UNCERTAIN.search(answer) or (_BOUND.match(answer) and not re.search(r"[<>≤≥]|\\[gln]e", gold)):
         return True
+    said = _plain(answer)
+    if (_CHANGED.search(said) and not _CHANGED.search(_plain(gold))) or (
+        _HEDGING_CHARACTERS.search(answer) and not _HEDGING_CHARACTERS.search(gold)
+    ):
+        return True
     found = _words(answer) & (_HEDGES | {"or", "and"} if single else _HEDGES)
     if "to" in found and ":" in gold:
         found.discard("to")
@@ -97,8 +126,24 @@ def hedged_sentence(text: str) -> bool:
 
 
 def ends_in_a_choice(text: str) -> bool:
-    """Whether an output without a marked answer ends in "either 8 or 9"."""
-    return _LAST_CHOICE.search(text) is not None
+    """Whether an output without a marked answer ends in "either 8 or 9", in "not 9", or counts numbers up."""
+    return any(end.search(text) for end in (_LAST_CHOICE, _DENIED_LAST, _RUN))
+
+
+def scaled(text: str) -> str | None:
+    r"""A number with its word for a power of ten (or a dozen) as a product: `1.5\text{ million}` -> `1.5\cdot 10^{6}`; None
+    where there is none: math-verify drops the word."""
+    match = _SCALED.search(text)
+    if match is None:
+        return None
+    rest = (match["rest"] or "").rstrip("}").strip()
+    unit = rf"\text{{ {rest}}}" if rest and match["rest"].endswith("}") else rest
+    return text[: match.start()] + rf"\cdot {_SCALES[match['scale']]}" + unit + text[match.end() :]
+
+
+def primed(text: str) -> bool:
+    """Whether a symbol or function carries a prime: `f'(x)` is not `f(x)`, to which math-verify reads it."""
+    return _PRIME.search(re.sub(r"\\text[a-z]*\s*\{[^{}]*\}", "", text)) is not None
 
 
 def other_brackets(gold: str, answer: str) -> bool:

@@ -4,8 +4,8 @@ r"""Whether an answer equals the gold, by math-verify with rules around it. Runs
            -> math-verify parses -> numbers: by `numbers`; the rest: by math-verify, then checked number by number
            -> not if it hedges, chains unequal values, or names another unit (`claims`, `units`)
 
-Rules before math-verify settle what it cannot know (an option letter, two ellipses, a.m. against p.m., written bases); the
-checks after it take back what it accepts wrongly. It never accepts what no rule and no comparison of values accepts.
+Rules before math-verify (`texts`) settle what it cannot know (an option letter, two ellipses, a.m. against p.m., ratios, written
+bases); the checks after it take back what it accepts wrongly. It never accepts what no rule and no comparison of values accepts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Abs, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple
+from sympy import Abs, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple, Union
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Equality, Relational
 from sympy.logic.boolalg import And
@@ -27,25 +27,9 @@ from posttrain.rewards import claims, units
 from posttrain.rewards.normalise import clean
 from posttrain.rewards.numbers import differ, is_number, same_number, same_set, with_fractions
 from posttrain.rewards.policy import DEFAULT, AnswerPolicy
+from posttrain.rewards.texts import by_rule, squeeze
 
-_BASED = re.compile(
-    r"(-?)\(?([0-9A-Za-z.]+)\)?_\{?(?:\\(?:text|mathrm)\{)?(\d+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\}*"
-)
-_BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "twelve": 12,
-    "sixteen": 16,
-}
 _CODE = re.compile(r"__|\w\s*\(\s*[\"']|(?<!\\)\blambda\b|\bimport\b")
-_DOTS = re.compile(r"\\[lc]?dots[bcm]?|\.\.\.|…|\\cdots")
 _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
 )
@@ -55,8 +39,11 @@ _TAIL = (LatexExtractionConfig(), ExprExtractionConfig())
 
 @dataclass(frozen=True)
 class Gold:
+    """`text` as cleaned; `currency` by its sign, which cleaning takes off."""
+
     text: str
     parsed: tuple
+    currency: str | None = None
 
 
 def warm_up() -> None:
@@ -77,7 +64,7 @@ def read_gold(text: str) -> Gold | None:
     parsed = _parse_alone(cleaned)
     if not parsed or (all(isinstance(value, str) for value in parsed) and not _plausible_text(cleaned)):
         return None
-    return Gold(cleaned, tuple(parsed))
+    return Gold(cleaned, tuple(parsed), units.currency_of(text))
 
 
 def _plausible_text(text: str) -> bool:
@@ -103,6 +90,8 @@ def matches(gold: Gold, answer: str, kind: str = "boxed", policy: AnswerPolicy =
 
 
 def _matches_within(gold: Gold, text: str, kind: str, policy: AnswerPolicy) -> bool:
+    if kind == "marked" and claims.bare_numbers(text.removeprefix("Answer:")):
+        return False
     if kind == "marked" and claims.hedged_sentence(text) and not claims.hedged_sentence(gold.text):
         return False
     if kind == "tail" and claims.ends_in_a_choice(text) and _names_one(gold):
@@ -117,9 +106,20 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
     cleaned = clean(answer)
     if not cleaned:
         return False
-    if _squeeze(cleaned) == _squeeze(gold.text):
+    if policy.units == "check" and _other_currency(gold, answer, cleaned):
+        return False
+    if squeeze(cleaned) == squeeze(gold.text):
         return True
-    decided = _by_rule(gold.text, cleaned, policy)
+    if (product := claims.scaled(cleaned)) is not None:
+        whole = read_gold(claims.scaled(gold.text) or gold.text)
+        return whole is not None and _matches_alone(whole, product, policy)
+    if (
+        (product := claims.scaled(gold.text)) is not None
+        and (whole := read_gold(product))
+        and _matches_alone(whole, answer, policy)
+    ):
+        return True
+    decided = by_rule(gold.text, cleaned, policy)
     if decided is not None:
         return decided
     if policy.ordered_lists and len(golds := claims.several(gold.text)) > 1:
@@ -130,10 +130,19 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
             return all(_matches_alone(gold, part, policy) for part in parts)
     elif gold.text.startswith(r"\{") and len(sets := claims.several(cleaned)) > 1 and sets[0].startswith(r"\{"):
         return False  # several sets are not their union, to which math-verify flattens them
+    elif not gold.text.startswith(r"\{") and any(part.startswith(r"\{") for part in claims.several(cleaned)[1:]):
+        return False
     gold, cleaned = _common_form(gold, cleaned)
     if not _agree(gold, _parse_alone(cleaned), policy):
-        return False
+        return _same_union(gold, cleaned)
     return not _overclaims(gold, cleaned, policy)
+
+
+def _other_currency(gold: Gold, answer: str, cleaned: str) -> bool:
+    """Whether both sides name what they are counted in, one of them by a currency's sign, and not the same."""
+    first = gold.currency or units.unit_of(gold.text)
+    second = units.currency_of(answer) or units.unit_of(cleaned)
+    return first is not None and second is not None and first != second and "pct" not in (first, second)
 
 
 def _matches_in_order(golds: list[str], parts: list[str], policy: AnswerPolicy) -> bool:
@@ -153,6 +162,8 @@ def _names_one(gold: Gold) -> bool:
 def _overclaims(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
     """Whether an answer whose value matches says more than that value, or takes it back."""
     if claims.hedged(gold.text, answer, single=_names_one(gold)) or (policy.units == "check" and units.clash(gold.text, answer)):
+        return True
+    if units.compound(answer) and not units.compound(gold.text):
         return True
     if _joins(gold.text) != _joins(answer) and all("<" in text or ">" in text or "\\" in text for text in (gold.text, answer)):
         return _joins(gold.text) + _joins(answer) == "orand" or _joins(gold.text) + _joins(answer) == "andor"
@@ -184,53 +195,6 @@ def _is_other_number(gold: Gold, side: str, policy: AnswerPolicy) -> bool:
     return bool(parsed) and is_number(parsed[0]) and not _agree(gold, parsed, policy)
 
 
-def _squeeze(text: str) -> str:
-    """Without spaces, but for those that part numbers: `1 7` is not `17`."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
-
-
-def _by_rule(gold: str, answer: str, policy: AnswerPolicy) -> bool | None:
-    """What can be settled on the texts alone, else None."""
-    letter = claims.option_of_gold(gold) if policy.choices else None
-    if letter:
-        return claims.names_option(letter, answer)
-    if claims.bare_numbers(answer) and not claims.bare_numbers(gold):
-        return False
-    if claims.is_word(gold) and re.fullmatch(r"[A-Za-z]+", answer):
-        return gold.lower() == answer.lower()
-    if _DOTS.search(gold) or _DOTS.search(answer):
-        forms = [_squeeze(_DOTS.sub("…", text)).replace("$", "") for text in (gold, answer)]
-        return forms[0] == forms[1]
-    halves = [re.search(r"([ap])\.?\s?m\b", text, re.IGNORECASE) for text in (gold, answer)]
-    if halves[0] and halves[1] and halves[0].group(1).lower() != halves[1].group(1).lower():
-        return False
-    if _nesting(gold) != _nesting(answer) or claims.other_brackets(gold, answer):
-        return False
-    return _bases(gold, answer)
-
-
-def _bases(gold: str, answer: str) -> bool | None:
-    """Numerals with a written base: the digits and the base must be the same."""
-    based = [_BASED.fullmatch(_squeeze(text)) for text in (gold, answer)]
-    if not (based[0] and based[1] and any(character.isdigit() for character in gold.split("_")[0])):
-        return None
-    forms = [
-        (match.group(1), match.group(2).lower().lstrip("0"), str(_BASES.get(match.group(3), match.group(3))))
-        for match in based
-        if match
-    ]
-    return forms[0] == forms[1]
-
-
-def _nesting(text: str) -> int:
-    r"""Sets inside sets: `\{1, \{2\}\}` is not `\{1, 2\}`, to which math-verify flattens it."""
-    depth = deepest = 0
-    for brace in re.findall(r"\\([{}])", text):
-        depth += 1 if brace == "{" else -1
-        deepest = max(deepest, depth)
-    return deepest if deepest > 1 else 0
-
-
 def _common_form(gold: Gold, answer: str) -> tuple[Gold, str]:
     r"""Bring two notations of one thing together: `a \pm b` and a list of both; `9 \pmod{11}` and `9`."""
     if answer.count(r"\pm") == 1 and (r"\pm" in gold.text or "," in gold.text):
@@ -239,8 +203,15 @@ def _common_form(gold: Gold, answer: str) -> tuple[Gold, str]:
         gold = read_gold(_both_signs(gold.text)) or gold
     modulus = re.compile(r"\\p?mod\s*(?:\{[^{}]*\}|\d+)|\\equiv")
     if not modulus.search(gold.text):
-        answer = re.sub(r"\s*\(?\\p?mod\s*(?:\{[^{}]*\}|\d+)\)?\s*$", "", answer)
+        answer = re.sub(r"\s*\(?\\p?mod\s*(\{[^{}]*\}|\d+|[a-zA-Z])\)?\s*$", partial(_residue, answer), answer)
     return gold, answer
+
+
+def _residue(answer: str, match: re.Match[str]) -> str:
+    r"""Nothing in the place of a modulus, but where the number before it is not reduced: `6 \mod 4` says 2."""
+    number, modulus = answer[: match.start()].strip(), match.group(1).strip("{} ")
+    reduced = not (number.isdecimal() and modulus.isdecimal() and len(number + modulus) < 40) or int(number) < int(modulus)
+    return "" if reduced else match.group()
 
 
 def _both_signs(text: str) -> str:
@@ -301,6 +272,31 @@ def _same_solutions(first: Any, second: Any) -> bool:
         return bool(first.as_set() == second.as_set())
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return False  # sympy cannot solve it
+
+
+def _same_union(gold: Gold, answer: str) -> bool:
+    r"""Whether inequalities joined by "or" in one unknown and a union of intervals are one set: `x < 0 \text{ or } x > 1`."""
+    first, second = _described(gold.text), _described(answer)
+    if first is None and second is None:
+        return False
+    parsed = [*gold.parsed, None][0], [*_parse_alone(answer), None][0]
+    return (first or parsed[0]) == (second or parsed[1])
+
+
+def _described(text: str) -> Any:
+    """The set of the numbers for which inequalities joined by "or" hold; None for anything else."""
+    parts = re.split(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)\b|\bor\b", text)
+    if len(parts) < 2:
+        return None  # parsing is most of a verification's cost
+    read = [parsed[0] if (parsed := _parse_alone(clean(part))) else None for part in parts]
+    if not all(isinstance(part, (Relational, And)) and not isinstance(part, Equality) for part in read):
+        return None
+    if len({symbol for part in read for symbol in part.free_symbols}) != 1:  # type: ignore[union-attr]
+        return None
+    try:
+        return Union(*(part.as_set() for part in read))  # type: ignore[union-attr]
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return None  # sympy cannot solve it
 
 
 def _verify(gold, answer) -> bool:

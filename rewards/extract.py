@@ -29,10 +29,16 @@ MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay be
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\w])")
 _WORD = re.compile(r"\s*([^\s$\\,.;]+)")
 _CONNECTIVE = re.compile(
-    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|[,;/|&]|\\text\s*\{\s*(?:and|or)\s*\}"
+    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|[,;/|&()→⇒]|[-=]>|\\(?:to|rightarrow|Rightarrow)\b|\\text\s*\{\s*(?:and|or)\s*\}"
     r"|\b(?:and|or|else|perhaps|maybe|possibly|even|also|either|versus|vs\.?|alternatively|alternately)\b"
     r"|\n[ \t]*(?:[-*•]|\d+[.)])[ \t]|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
 )
+# "or, if I am wrong, \boxed{4}" and "\boxed{3} if it is even, \boxed{4} if odd" name both, whatever else they say.
+_ALTERNATIVE = re.compile(r"[\s$\\)\],(]*\b(?:or|if|when|unless|otherwise)\b[^.!?\n]*")
+_DENIED = re.compile(
+    r"(?:\b(?:[Nn]ot|never|cannot)|n't)(?:\s+(?:be|equal))?\s+[\s$*(\\]*$|\b(?:wrong|incorrect)\s+(?:answer|value|result)\s+is\s+[\s$*(\\]*$"
+)
+_DENIED_AFTER = re.compile(r"[\s$*)\\]*(?:is|was)\s+(?:wrong|incorrect|not\s+(?:the|right|correct)\b)")
 _MAX_GAP, _MAX_JOINED = 60, 10
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 _MARKERS = (  # what follows on the line is the answer; the first kind that occurs decides, and its last occurrence counts
@@ -128,8 +134,8 @@ def last_box(text: str, policy: AnswerPolicy = DEFAULT) -> tuple[bool, str | Non
         return False, None
     if policy.open_box == "previous":
         boxes = [box for box in boxes if box[2] is not None] or boxes[-1:]
-    start, _, content = boxes[-1]
-    if content is None:
+    start, end, content = boxes[-1]
+    if content is None or _DENIED.search(text[max(0, start - 40) : start]) or _DENIED_AFTER.match(text, end):
         return True, None
     if policy.boxes == "last":
         return True, content
@@ -139,7 +145,12 @@ def last_box(text: str, policy: AnswerPolicy = DEFAULT) -> tuple[bool, str | Non
     joined = [content]
     for before_start, before_end, before in reversed(boxes[:-1]):
         gap = text[before_end:start]
-        if before is None or len(gap) > _MAX_GAP or "\n\n" in gap or not _CONNECTIVE.fullmatch(gap):
+        if (
+            before is None
+            or len(gap) > _MAX_GAP
+            or "\n\n" in gap
+            or not (_CONNECTIVE.fullmatch(gap) or _ALTERNATIVE.fullmatch(gap))
+        ):
             break
         joined.append(before)
         start = before_start

@@ -21,7 +21,7 @@ _UNICODE = {
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _WRAPPERS = (r"\boxed", r"\fbox", r"\underline", r"\textbf", r"\mathbf", r"\bm", r"\boldsymbol", r"\mbox")
-_MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)/(\d+))")
+_MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|(?:\s|\\[,; ])+(\d+)/(\d+))")
 # What is not printed is not said: a reader of `43\phantom{42}` sees 43. Bidirectional marks reorder what is printed.
 _INVISIBLE = re.compile(r"\\[hv]?phantom\s*\{[^{}]*\}|[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _FONT = re.compile(r"\\(?:bf|rm|it|sf|tt|large|Large|huge|tiny|small)\s*\{([^{}]*)\}")
@@ -44,11 +44,20 @@ def clean(text: str) -> str:
     text = re.sub(r"^(\\(?:text|textbf|mathrm)\s*\{[^{}]*?)[.,;]\s*\}$", r"\1}", text)
     text = re.sub(r"^((?:\\left)?[\[(][^,;()\[\]]+);([^,;()\[\]]+[\])])$", r"\1,\2", text)  # [1;4]
     text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(r"\mathrm{e}", "e").replace(r"\dfrac", r"\frac")
+    text = re.sub(r"\\(?:sfrac|nicefrac)(?=\s*\{)", r"\\frac", text).replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = re.sub(r"\\operatorname\s*\{\s*(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)\s*\}", r"\\\1 ", text)
+    text = re.sub(r"^([\[\]])([^,;()\[\]]+)[,;]([^,;()\[\]]+)([\[\]])$", _outward, text)
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
     text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
-    text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹])\s*$", "", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹¢])\s*$", "", text)
     text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
     return _mathematics(_LETTERS_AFTER_NUMBER.sub(_product, text))
+
+
+def _outward(match: re.Match[str]) -> str:
+    """`]0,1[` and `[0,1[` with round brackets at the ends that are open; `[1,0]` stays what it is."""
+    first, start, end, last = match.groups()
+    return f"{'(' if first == ']' else '['}{start},{end}{')' if last == '[' else ']'}"
 
 
 def _product(match: re.Match[str]) -> str:

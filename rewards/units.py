@@ -51,6 +51,26 @@ _DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*$")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 
+_SIGNS = {"€": "euro", "¥": "yen", "₹": "rupee", "¢": "cent", "£": "lb"}  # £: by its word, "pounds", which says both
+
+
+def currency_of(text: str) -> str | None:
+    r"""The currency sign of an answer, as the unit it stands for; a dollar sign that delimits a formula is none."""
+    for sign, name in _SIGNS.items():
+        if sign in text:
+            return name
+    if r"\$" in text or (text.count("$") == 1 and re.match(r"\s*[-+]?\$\s*[\d.]", text)):
+        return "dollar"
+    return None
+
+
+def compound(text: str) -> bool:
+    r"""Whether a second number with a known unit follows the first: `5\text{ feet }6\text{ inches}` is not 5."""
+    said = re.sub(r"\\(?:text|textrm|mathrm|mbox)\b|[{}~]|\\[,; ]", " ", text).lower()
+    match = re.search(r"\d\s*([a-z]+)\s*(?:,|and)?\s*\d+(?:\.\d+)?\s*([a-z]+)", said)
+    return match is not None and is_unit(match.group(1)) and is_unit(match.group(2))
+
+
 def unit_of(text: str) -> str | None:
     r"""The known unit at the end of an answer in one spelling, `cm^2`, `km/h`; None where there is none that is known."""
     if _DEGREE.search(text):

@@ -3,22 +3,27 @@
 Packed training and prefill: one `scaled_dot_product_attention` a sequence, so a sequence's numbers cannot depend on its
 neighbours. On CUDA in bf16 or fp16, PyTorch's variable-length kernel (2.11 and later) takes all sequences in one call, save long
 ones: cuDNN's kernel, which wants one call each, is nearly twice as fast on Hopper.
-One-token decode: one batched product over all sequences, with the key/value rows behind a sequence's end masked out.
+One-token decode: one batched product over all sequences, with the key/value rows behind a sequence's end masked out; on a GPU,
+from pages, `posttrain.kernels.paged_attention`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from posttrain.kernels.backend import takes_triton
+from posttrain.kernels.paged_attention import MAX_WIDTH, paged_attention
 from posttrain.kernels.rotary import rotary as apply_rotary
 from posttrain.models.cache import KVPool
 from posttrain.models.linear import Linear, RMSNorm
+from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
 from posttrain.models.sse_h.configuration import SSEHConfig
 
 try:
@@ -49,16 +54,27 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """cos, sin, each [T, 1, head_dim / 2], for int64 positions [T], all below `longest`."""
-        table = self._tables.get(positions.device)
+        cos, sin = self.table(positions.device, longest).index_select(0, positions).unbind(1)
+        return cos[:, None], sin[:, None]
+
+    def table(self, device: torch.device, longest: int) -> Tensor:
+        """[positions >= longest, 2, head_dim / 2]. A longer one replaces it: who captures its address keeps the tensor."""
+        table = self._tables.get(device)
         if table is None or table.shape[0] < longest:
             size = max(1024, 1 << (longest - 1).bit_length())
             exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
             # float64, then rounded: the table's bits do not depend on its size.
             angle = torch.arange(size, dtype=torch.float64)[:, None] * self.theta**-exponent
-            table = torch.stack((angle.cos(), angle.sin()), dim=1).float().to(positions.device)
-            self._tables[positions.device] = table
-        cos, sin = table.index_select(0, positions).unbind(1)
-        return cos[:, None], sin[:, None]
+            table = torch.stack((angle.cos(), angle.sin()), dim=1).float().to(device)
+            self._tables[device] = table
+        return table
+
+
+def _rows_of(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
+    """The packed rows of some sequences: a slice where they follow each other."""
+    if all(a.stop == b.start for a, b in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return upload([row for r in ranges for row in r], torch.int64, device)
 
 
 class AttentionMixer(nn.Module):
@@ -84,12 +100,13 @@ class AttentionMixer(nn.Module):
         *,
         lengths: Sequence[int],
         rotary: tuple[Tensor, Tensor],
-        pool: KVPool | None = None,
+        pool: KVPool | PagedKV | None = None,
         slots: Sequence[int] = (),
         starts: Sequence[int] = (),
+        where: OneToken | NewTokens | None = None,
     ) -> Tensor:
-        """`lengths` of the packed sequences, none of them 0; with a `pool`, sequence s continues
-        slot `slots[s]`, which holds `starts[s]` tokens."""
+        """`lengths` of the packed sequences, none of them 0; with a `pool`, sequence s continues slot `slots[s]`, which holds
+        `starts[s]` tokens. Of a pool in pages, `where` says where each token goes; a `OneToken` needs no slots and starts."""
         tokens = x.shape[0]
         q = self.q_proj(x).view(tokens, self.heads, self.head_dim)
         k = self.k_proj(x).view(tokens, self.kv_heads, self.head_dim)
@@ -97,14 +114,13 @@ class AttentionMixer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        if pool is not None:
+        if isinstance(pool, PagedKV):
+            assert where is not None
+            o = self._extend_pages(q, k, v, lengths, pool, slots, starts, where)
+        elif pool is not None:
             o = self._extend(q, k, v, lengths, pool, slots, starts)
-        elif self._use_varlen(q):
-            o = self._packed(q, k, v, lengths)
         else:
-            pieces = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
-            outs = [self._one_sequence(*piece) for piece in pieces]
-            o = outs[0] if len(outs) == 1 else torch.cat(outs)
+            o = self._sequences(q, k, v, lengths)
         return self.o_proj(o.reshape(tokens, -1))
 
     @staticmethod
@@ -122,8 +138,8 @@ class AttentionMixer(nn.Module):
                 runs[-1].append(n)
         sizes = [sum(run) for run in runs]
         outs = []
-        for run, *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            outs.append(self._long(*qkv) if self._is_long(run[0]) else self._varlen(*qkv, run))
+        for run, a, b, c in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            outs.append(self._long(a, b, c) if self._is_long(run[0]) else self._varlen(a, b, c, run))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _is_long(self, length: int) -> bool:
@@ -141,15 +157,20 @@ class AttentionMixer(nn.Module):
             )
         return o[0].transpose(0, 1)[:n]
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """Packed sequences; with longer `key_lengths`, queries are the last rows of theirs, as flash attention aligns them."""
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         cu = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(q.device, non_blocking=True)
-        longest = max(lengths)
+        cu_k = cu
+        if key_lengths is not None:
+            cu_k = torch.tensor([0, *key_lengths]).cumsum(0, dtype=torch.int32).to(q.device, non_blocking=True)
         window = (-1 if self.window is None else self.window - 1, 0)
         assert varlen_attn is not None
-        o = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
+        o = varlen_attn(q, k, v, cu, cu_k, max(lengths), max(key_lengths or lengths), window_size=window)
         assert isinstance(o, Tensor)
         return o
 
@@ -167,6 +188,14 @@ class AttentionMixer(nn.Module):
             enable_gqa=self.kv_heads != self.heads,
         )
         return o[0].transpose(0, 1)
+
+    def _sequences(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Packed sequences from their beginnings, by the kernels of training."""
+        if self._use_varlen(q):
+            return self._packed(q, k, v, lengths)
+        pieces = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
+        outs = [self._one_sequence(*piece) for piece in pieces]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _mask(self, n: int, m: int, device: torch.device) -> Tensor:
         behind = torch.arange(m - n, m, device=device)[:, None] - torch.arange(m, device=device)[None]
@@ -204,7 +233,52 @@ class AttentionMixer(nn.Module):
             o[index] = self._decode(q[index], pool, some, [start + 1 for start in begin])
         return o
 
-    def _decode(self, q: Tensor, pool: KVPool, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    def _extend_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int],
+        pool: PagedKV,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        where: OneToken | NewTokens,
+    ) -> Tensor:
+        """As `_extend`, from pages: all new rows are written at once, and prompts from their beginnings attend together."""
+        if len(lengths) == q.shape[0]:
+            pool.write(k, v, where)
+            return self._attend_pages(q, pool, where.positions, where.slots)
+        ends = list(accumulate(lengths))
+        ranges = [range(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        # A ring's older rows are gone once the new ones are written.
+        before = {i: pool.before(slots[i], start) for i, start in enumerate(starts) if start and lengths[i] > 1}
+        pool.write(k, v, where)
+        o = torch.empty_like(q)
+        for i, (keys, values) in before.items():
+            rows = slice(ranges[i].start, ranges[i].stop)
+            seen = [torch.cat((old.to(q.dtype), new[rows])) for old, new in ((keys, k), (values, v))]
+            o[rows] = self._continue(q[rows], *seen)
+        fresh = [r for r, start in zip(ranges, starts, strict=True) if len(r) > 1 and not start]
+        if fresh:
+            rows = _rows_of(fresh, q.device)
+            o[rows] = self._sequences(q[rows], k[rows], v[rows], [len(r) for r in fresh])
+        singles = [r for r in ranges if len(r) == 1]
+        if singles:
+            rows = _rows_of(singles, q.device)
+            o[rows] = self._attend_pages(q[rows], pool, where.positions[rows], where.slots[rows])
+        return o
+
+    def _continue(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`_one_sequence`, on a GPU by a kernel that needs no [n, m] mask."""
+        return self._varlen(q, k, v, [q.shape[0]], [k.shape[0]]) if self._use_varlen(q) else self._one_sequence(q, k, v)
+
+    def _attend_pages(self, q: Tensor, pool: PagedKV, positions: Tensor, slots: Tensor) -> Tensor:
+        """One token a sequence, its own key and value in place -> [B, H, D]; on a GPU nothing is read back."""
+        if takes_triton(q, None, max_width=MAX_WIDTH):
+            return paged_attention(q, pool.keys, pool.values, pool.table, slots, positions, window=pool.window)
+        return self._decode(q, pool, slots.tolist(), (positions + 1).tolist())
+
+    def _decode(self, q: Tensor, pool: KVPool | PagedKV, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """One query a sequence, q [S, H, D], over the first `lengths[s]` rows of each slot -> [S, H, D].
 
         Bits do not depend on the batch or on the pool's capacity: rows are read in whole blocks of `KVPool.BLOCK`, those behind

@@ -3,6 +3,8 @@
     packed   forward(input_ids [1, T], cu_seq_lens_q [S+1])         sequences one after the other, no padding
     padded   forward(input_ids [B, T], attention_mask [B, T])       left or right padding; unpadded first, put back afterwards
     decode   forward(..., past_key_values=SlotCache)                sequence s continues slot `cache.slots[s]`
+             forward(input_ids [1, B], ..., one_token=OneToken)     a token each of B slots, told on the device: nothing is read
+                                                                    back or copied from the host, so that a CUDA graph can hold it
 
 Between embedding and final norm everything is packed, [T, hidden]: padding never reaches a state, a router or the balance loss,
 positions restart at each sequence, and on CPU a sequence gets bitwise the numbers it gets alone.
@@ -25,6 +27,7 @@ from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.linear import Linear, RMSNorm, SwiGLU
 from posttrain.models.loss import chunked_cross_entropy, shift_labels
 from posttrain.models.packing import Packing, Part, make_packing, make_parts
+from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
 from posttrain.models.sizes import SSE_LAYER_TYPES
 from posttrain.models.sse_h.configuration import SSEHConfig
 from posttrain.models.sse_h.mixer_attention import AttentionMixer, RotaryTable
@@ -71,6 +74,7 @@ class Step:
     cache: SlotCache | None = None
     slots: list[int] | None = None
     starts: list[int] | None = None
+    where: OneToken | NewTokens | None = None
 
 
 class SSEHDecoderLayer(GradientCheckpointingLayer):
@@ -101,7 +105,9 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
             )
             x, balance, index = x + out.y, out.balance_loss, out.index
         else:
-            pool = {"pool": state, "slots": step.slots, "starts": step.starts} if isinstance(state, KVPool) else {}
+            pool = {}
+            if isinstance(state, KVPool | PagedKV):
+                pool = {"pool": state, "slots": step.slots or (), "starts": step.starts or (), "where": step.where}
             x = x + self.mixer(h, lengths=step.lengths, rotary=step.rotary, **pool)
         return x + self.mlp(self.post_attention_layernorm(x)), balance, index
 
@@ -171,6 +177,7 @@ class SSEHModel(SSEHPreTrainedModel):
         output_router_indices: bool = False,
         output_hidden_states: bool | None = None,
         packing: Packing | None = None,
+        one_token: OneToken | None = None,
         **unused: Any,
     ) -> SSEHModelOutput:
         """See the module's text. Arguments of flash attention (cu_seq_lens_k, max_length_q, ...) are accepted and ignored.
@@ -182,7 +189,12 @@ class SSEHModel(SSEHPreTrainedModel):
                 decode path has no gradients.
             router_indices: [SSE layers, T, R] over the packed real tokens: replayed instead of the router's choice.
             packing: of this input, where the caller has made it already.
+            one_token: input_ids are [1, B], and these their places in a paged cache, whose pages are reserved and whose lengths
+                the caller advances.
         """
+        if one_token is not None:
+            assert input_ids is not None and past_key_values is not None
+            return self._decode(input_ids, past_key_values, one_token)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         source = input_ids if inputs_embeds is None else inputs_embeds
@@ -230,6 +242,33 @@ class SSEHModel(SSEHPreTrainedModel):
             router_indices=torch.stack(indices) if indices else None,
         )
 
+    def _decode(self, input_ids: Tensor, cache: SlotCache, one_token: OneToken) -> SSEHModelOutput:
+        """One token a sequence: no host tensor, no number read from the device, shapes that depend on B alone."""
+        assert not (self.training and torch.is_grad_enabled()), "a cache has no gradients"
+        positions = one_token.positions
+        rotary = None
+        if self.config.attention_layers:
+            longest = cache.max_length or max(cache.lengths) + 1
+            rotary = self.rotary(positions, longest)
+        step = Step(
+            lengths=[1] * positions.shape[0],
+            parts=(Part(cu_seqlens=None, slots=one_token.slots),),
+            rotary=rotary,
+            with_balance_loss=False,
+            cache=cache,
+            where=one_token,
+        )
+        x, indices = self.embed_tokens(input_ids[0]), []
+        for layer in self.layers:
+            x, _, index = layer(x, step)
+            if index is not None:
+                indices.append(index)
+        return SSEHModelOutput(
+            last_hidden_state=self.norm(x)[None],
+            past_key_values=cache,
+            router_indices=torch.stack(indices) if indices else None,
+        )
+
     @staticmethod
     def make_packing(
         source: Tensor,
@@ -268,15 +307,19 @@ class SSEHModel(SSEHPreTrainedModel):
                 kept = [i for i, n in enumerate(packing.lengths) if n]
                 slots, slot_tensor = [slots[i] for i in kept], slot_tensor[kept]
             cache.check_room(slots, lengths)
+            cache.reserve(slots, lengths)
             starts = [cache.lengths[slot] for slot in slots]
-        rotary = None
+        rotary = where = None
         if self.config.attention_layers:
             if max(lengths) == 1:
                 positions = torch.tensor(starts)
             else:
                 positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)])
             longest = max(a + n for a, n in zip(starts, lengths, strict=True))
-            rotary = self.rotary(positions.to(device, non_blocking=True), longest)
+            positions = positions.to(device, non_blocking=True)
+            rotary = self.rotary(positions, longest)
+            if cache is not None and cache.pages is not None and slots is not None:
+                where = _places(positions, slots, lengths)
         return Step(
             lengths=lengths,
             parts=make_parts(lengths, slot_tensor, device),
@@ -285,6 +328,7 @@ class SSEHModel(SSEHPreTrainedModel):
             cache=cache,
             slots=slots,
             starts=starts,
+            where=where,
         )
 
     def _check_router_indices(self, given: Tensor | None, tokens: int) -> None:
@@ -293,6 +337,14 @@ class SSEHModel(SSEHPreTrainedModel):
             raise ValueError(
                 f"router_indices must be [SSE layers, packed tokens, selected] = {list(want)}, got {list(given.shape)}"
             )
+
+
+def _places(positions: Tensor, slots: list[int], lengths: list[int]) -> NewTokens:
+    """Where the packed tokens of a paged cache's sequences go; `positions` [T] on the device."""
+    owners = [slot for slot, n in zip(slots, lengths, strict=True) for _ in range(n)]
+    after = [n - 1 - i for n in lengths for i in range(n)]
+    columns = upload([owners, after], torch.int64, positions.device)
+    return NewTokens(positions=positions, slots=columns[0], after=columns[1])
 
 
 class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
@@ -327,6 +379,7 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         output_router_indices: bool = False,
         output_hidden_states: bool | None = None,
         skip_logits: bool | None = None,
+        one_token: OneToken | None = None,
         **kwargs: Any,
     ) -> SSEHCausalLMOutput:
         """Logits [B, columns, vocabulary], or of the columns in `logits_to_keep`; with labels also the loss.
@@ -338,7 +391,12 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             logits_to_keep: the last n columns (0: all), or a LongTensor of columns (rows of a packed input).
             num_items_in_batch: divides the summed cross-entropy instead of this batch's own count (gradient accumulation).
             skip_logits: do not compute logits; default: in training with labels, where the loss is made in chunks of rows.
+            one_token: see `SSEHModel.forward`.
         """
+        if one_token is not None:
+            out = self.model(input_ids=input_ids, past_key_values=past_key_values, one_token=one_token)
+            logits = self.lm_head(out.last_hidden_state)
+            return SSEHCausalLMOutput(logits=logits, past_key_values=past_key_values, router_indices=out.router_indices)
         source = input_ids if inputs_embeds is None else inputs_embeds
         if source is None:
             raise ValueError("give exactly one of input_ids and inputs_embeds")

@@ -153,6 +153,28 @@ def _grpo(recipe: Recipe) -> list[str]:
         found.append("grpo.importance_sampling_level: the loss luspo needs sequence")
     if value("loss_type") == "vespo" and value("importance_sampling_level") != "token":
         found.append("grpo.importance_sampling_level: the loss vespo needs token")
+    return found + (_split(recipe, batch) if recipe.grpo.placement == "split" else [])
+
+
+def _split(recipe: Recipe, batch: int) -> list[str]:
+    """What generators elsewhere ask for: one version of the weights a generation batch, and a state dict that is whole."""
+    found = []
+    micro_steps = batch // recipe.argument("grpo", "per_device_train_batch_size") * recipe.argument("grpo", "num_iterations")
+    accumulation = recipe.argument("grpo", "gradient_accumulation_steps")
+    if micro_steps % accumulation:
+        found.append(
+            f"grpo.placement: split needs optimiser steps that end with a generation batch, but a batch is {micro_steps} "
+            f"micro-steps and grpo.gradient_accumulation_steps is {accumulation}, which must divide it"
+        )
+    if recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
+        found.append(
+            "grpo.placement: split sends whole weights, which deepspeed.stage 3 shards; use stage 0, 1 or 2, or colocated"
+        )
+    needed = recipe.ray.cpus_per_worker + recipe.grpo.generators * recipe.grpo.cpus_per_generator
+    if recipe.ray.address is None and recipe.ray.num_cpus is not None and needed > recipe.ray.num_cpus:
+        found.append(
+            f"ray.num_cpus: {recipe.ray.num_cpus}, but the learner and {recipe.grpo.generators} generators hold {needed:g}"
+        )
     return found
 
 

@@ -18,6 +18,9 @@ class ModelConfig(Section):
     path: str | None = None
     """Folder or hub id of a Hugging Face checkpoint."""
 
+    revision: str | None = None
+    """Commit or tag of a hub checkpoint, and of the tokenizer that lies beside it."""
+
     init: dict[str, Any] | None = None
     """Fields of `SSEHConfig` for a model with random weights, drawn from the recipe's seed."""
 

@@ -23,7 +23,7 @@ class TeacherConfig(BackendConfig):
     """Name that the server knows the teacher by, or a folder or hub id (vllm, engine)."""
 
     revision: str | None = None
-    """Commit or tag of the teacher; recorded with every row, and what vllm loads."""
+    """Commit or tag of the teacher; recorded with every row, and what is loaded (vllm, engine), its tokenizer too."""
 
     tokenizer: str | None = None
     """Folder or hub id of the teacher's tokenizer; by default the teacher's own (vllm, engine)."""

@@ -100,6 +100,27 @@ class GrpoConfig(Section):
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean of its group, or of the group's other completions."""
 
+    placement: Literal["colocated", "split"] = "colocated"
+    """Where completions come from: the learner's own process, or generators in processes of their own that run ahead of it."""
+
+    generators: Positive = 1
+    """Generators in split placement."""
+
+    cpus_per_generator: Annotated[float, Field(gt=0)] = 1
+    """CPU cores that each of them holds."""
+
+    gpus_per_generator: Annotated[float, Field(ge=0)] | None = None
+    """GPUs that each of them holds; by default 1 where the cluster has any, else 0."""
+
+    generator_failures: Annotated[int, Field(ge=0)] = 3
+    """Generators that may die and be replaced in one go of the stage."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """Batches that generators may run ahead: no token is older than this many policy versions. 0 is strictly on-policy."""
+
+    batch_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest time without any finished group before the stage ends, naming who is late."""
+
     @model_validator(mode="before")
     @classmethod
     def _check_arguments(cls, given: Any) -> Any:

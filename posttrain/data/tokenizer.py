@@ -73,7 +73,8 @@ def load_tokenizer(model: Any, *, vocab_size: int | None = None) -> PreTrainedTo
 
     Args:
         model: attributes `tokenizer` (a path, a hub id, "arithmetic", or None: the one beside `path`), `path`, `init`,
-            `chat_template` (a Jinja file, its text, or one of simple, chatml, tagged), `trust_remote_code`.
+            `revision` (of `path`), `chat_template` (a Jinja file, its text, or one of simple, chatml, tagged),
+            `trust_remote_code`.
         vocab_size: the model's; taken from `init` or the checkpoint's config.json where not given.
 
     Returns:
@@ -149,9 +150,11 @@ def _from_pretrained(name: str, model: Any) -> Any:
 
     from posttrain.models.hub import check_available
 
-    check_available(name, file="tokenizer_config.json", what="tokenizer")
+    revision = getattr(model, "revision", None) if name == getattr(model, "path", None) else None
+    check_available(name, file="tokenizer_config.json", what="tokenizer", revision=revision)
+    options = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(getattr(model, "trust_remote_code", False)))
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(getattr(model, "trust_remote_code", False)), **options)
     except PosttrainError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:

@@ -2,6 +2,7 @@
 
     problems.py   source -> clean problems (decontaminated, readable gold answers), fixed for the run
     teacher.py    the backend that a recipe names: a server, or engines (vLLM, posttrain's own), several as Ray actors
+    refusals.py   one problem that the server refuses, told from a server that refuses every request
     prompts.py    problem -> prompt, and the settings that a trace depends on
     journal.py    every trace on disk as it arrives, graded; what a restart continues from
     grade.py      text -> Trace: thinking tags, rewards, tokens

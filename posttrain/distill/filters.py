@@ -18,11 +18,14 @@ FORMULA_SCRIPTS = ("GREEK", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LE
 SCRIPTS = {"latin": ("LATIN",), "han": ("CJK",), "cyrillic": ("CYRILLIC",)}
 # A LaTeX command or a Latin letter by itself: notation, not language.
 NOTATION = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+REFUSED = "refused by the server"
 OPEN, CLOSE = "<think>", "</think>"
 
 
 def reason_against(trace: Trace, filters: TraceFilters) -> str | None:
     """The reason why a trace is left out, or None."""
+    if trace.finish_reason == "refused":
+        return REFUSED
     if trace.finish_reason == "length":
         return "truncated"
     if trace.finish_reason != "stop":

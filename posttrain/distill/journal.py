@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from posttrain.errors import RunFolderError
-from posttrain.run_folder import write_text_atomically
+from posttrain.run_folder import append_whole, write_text_atomically
 
 Key = tuple[str, int]
 
@@ -31,7 +31,7 @@ class Trace:
     Attributes:
         problem, sample: its key.
         text: as SFT will read it, thinking block in <think> tags.
-        finish_reason: stop | length | abort.
+        finish_reason: stop | length | abort | refused (the text is the server's reason then).
         tokens: by the teacher's count (None where it gives none); student_tokens: by the student's tokenizer, where that is used.
         seed: that the sample was drawn from.
         reward: total of the recipe's rewards; None where the trace was not graded (empty or unfinished) or cannot be.
@@ -82,7 +82,7 @@ class Journal:
         """
         journal = cls(folder)
         journal.folder.mkdir(parents=True, exist_ok=True)
-        file = open(journal.path, "a+b")  # noqa: SIM115 - held until close()
+        file = open(journal.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
         try:
             _lock(file, journal.path, patience_s)
             journal._settle(json.loads(json.dumps(settings)))
@@ -115,8 +115,7 @@ class Journal:
         """Write traces, flushed to the disk before the call returns."""
         assert self._file is not None, "open() the journal to write"
         data = "".join(json.dumps(asdict(trace), ensure_ascii=False) + "\n" for trace in traces)
-        self._file.write(data.encode())
-        self._file.flush()
+        append_whole(self._file, data.encode())
         os.fsync(self._file.fileno())
 
     def read(self) -> Iterator[Trace]:

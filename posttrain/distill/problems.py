@@ -35,14 +35,13 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
     if not folder.is_dir():
         from posttrain.data.load import load_source
         from posttrain.data.prepare import evaluation_problems
-        from posttrain.rewards.pool import VerifierPool
+        from posttrain.evaluation.grading import verifier_pool
 
         assert recipe.distill.problems is not None, "checked by the recipe"
         report: Row = {}
         rows = load_source(recipe.distill.problems, seed=recipe.seed, report=report)
         suites = evaluation_problems(recipe.data.decontaminate, recipe.eval.suites)
-        limits = recipe.reward
-        with VerifierPool(limits.workers, limits.timeout_s, limits.memory_mb) as pool:
+        with verifier_pool(recipe.reward) as pool:
             clean, dropped, listed = screen(rows, suites, pool)
         clean, unfit = _fitting(clean, recipe)
         info = {

@@ -15,11 +15,12 @@ from typing import Any
 
 from posttrain.config import Recipe
 from posttrain.distill import dataset
-from posttrain.distill.filters import needs_tokens, reason_against
+from posttrain.distill.filters import REFUSED, needs_tokens, reason_against
 from posttrain.distill.grade import Grader
 from posttrain.distill.journal import Journal, Key, Trace
 from posttrain.distill.problems import read_info, read_problems
 from posttrain.distill.prompts import identity_of, prompt_of, trace_settings
+from posttrain.distill.refusals import settled
 from posttrain.distill.teacher import open_teacher
 from posttrain.errors import DataError
 from posttrain.inference import Backend, Prompt, Text
@@ -89,7 +90,7 @@ class Writing:
         with build_rewards(self._recipe.reward) as rewards:
             grader = Grader(rewards, self._problems, seeds, self._tokenizer())
             with GradingThread(grader, self._journal, self._count) as grading:
-                for text in teacher.generate(self._prompts(missing)):
+                for text in settled(teacher.generate(self._prompts(missing)), answered=self._anything_answered()):
                     grading.put(text)
                     self._report()
                     self._check_stop()
@@ -102,6 +103,9 @@ class Writing:
         for trace in self._journal.read():
             self._count(trace)
         return [row for row in self._problems.values() if self._missing(row["id"])]
+
+    def _anything_answered(self) -> bool:
+        return len(self._done) > self._reasons[REFUSED]
 
     def _prompts(self, missing: list[dict[str, Any]]) -> Iterator[Prompt]:
         for row in missing:

@@ -20,6 +20,7 @@ def teacher_model(recipe: Recipe) -> ModelConfig:
     teacher = teacher_of(recipe)
     return ModelConfig(
         path=teacher.model,
+        revision=teacher.revision,
         tokenizer=teacher.tokenizer,
         chat_template=teacher.chat_template,
         dtype=teacher.dtype,
@@ -46,8 +47,6 @@ def open_teacher(recipe: Recipe) -> Backend:
         PosttrainError: the key is not set, vLLM is missing, the cluster too small, or the model cannot be loaded.
     """
     teacher = teacher_of(recipe)
-    if teacher.kind == "vllm" and teacher.revision is not None:
-        teacher = teacher.model_copy(update={"vllm": {"revision": teacher.revision, **teacher.vllm}})
     gpus = 0.0
     if teacher.kind != "openai" and teacher.engines > 1:
         from posttrain.runtime.session import gpus_per_worker
@@ -62,4 +61,5 @@ def open_teacher(recipe: Recipe) -> Backend:
         max_prefill_tokens=recipe.rollout.max_prefill_tokens,
         num_cpus=recipe.ray.cpus_per_worker,
         num_gpus=gpus,
+        keep_refusals=True,
     )

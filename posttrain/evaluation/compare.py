@@ -133,8 +133,9 @@ def compare(a: Evaluated, b: Evaluated, *, seed: int = 0) -> list[SuiteCompariso
 
 
 def _compare_suite(suite: str, a: Evaluated, b: Evaluated, seed: int) -> SuiteComparison:
-    protocols = [_read_json(one.suites[suite] / "settings.json").get("protocol", {}) for one in (a, b)]
-    differing = list(_protocol_differences(*protocols))
+    settings = [_read_json(one.suites[suite] / "settings.json") for one in (a, b)]
+    differing = list(_protocol_differences(*(one.get("protocol", {}) for one in settings)))
+    differing += _policy_differences(*settings)
     if differing:
         lines = "\n".join(f"  {key}: {first!r} in {a.run}, {second!r} in {b.run}" for key, first, second in differing)
         raise CompareError(
@@ -186,6 +187,12 @@ def _protocol_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tupl
             )
         else:
             yield key, a.get(key), b.get(key)
+
+
+def _policy_differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Rules about answers that only one of the runs was graded by; runs that do not say them are not held to them."""
+    first, second = ((one.get("verifier") or {}).get("policy") or {} for one in (a, b))
+    return [(f"reward.answer.{key}", first[key], second[key]) for key in first if key in second and first[key] != second[key]]
 
 
 def _share(problem: dict[str, Any]) -> float:
@@ -240,8 +247,11 @@ def _read_problems(one: Evaluated, suite: str) -> dict[str, dict[str, Any]]:
             f"{one.name} has not finished {suite} (no {path.name}); continue it with `posttrain eval ... --resume`"
         )
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {row["id"]: row for row in rows if row["correct"] is not None and row["answers"] is not None}
+        # not splitlines(): a problem's text may hold other line separators than the file's
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        if any(not row["correct"] or not isinstance(row["scored"], bool) for row in rows):
+            raise ValueError("a problem without verdicts")
+        return {row["id"]: {**row, "answers": list(row["answers"])} for row in rows}
     except (ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{path} is damaged ({error}); delete it and run `posttrain eval` again") from None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from posttrain.config import RewardConfig
@@ -73,8 +77,17 @@ def verifier_pool(reward: RewardConfig) -> VerifierPool:
 
 
 def verifier_identity(pool: VerifierPool) -> dict[str, Any]:
-    """What a verdict depends on: the library, and the rules about where an answer stands and what equals it."""
-    return {"math_verify": version("math-verify"), "policy": pool.policy.as_dict()}
+    """What a verdict depends on: the library, our own code around it, and the rules that the recipe chose."""
+    return {"math_verify": version("math-verify"), "code": code_digest(), "policy": pool.policy.as_dict()}
+
+
+@cache
+def code_digest() -> str:
+    """Of the files that decide verdicts: samples graded by another version of them are graded again, never mixed."""
+    folder = Path(inspect.getfile(VerifierPool)).parent
+    names = ("claims", "compare", "extract", "normalise", "numbers", "quick", "texts", "units")
+    content = b"".join((folder / f"{name}.py").read_bytes() for name in names)
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def voted_answer(text: str, problem: str, policy: AnswerPolicy) -> str | None:

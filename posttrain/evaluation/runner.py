@@ -154,7 +154,8 @@ class LazyBackend:
 
     def __init__(self, recipe: Recipe, path: str, stack: ExitStack) -> None:
         self.recipe, self._stack, self._open = recipe, stack, None
-        self.model: ModelConfig = recipe.model.model_copy(update={"path": path, "init": None})
+        revision = recipe.model.revision if path == recipe.model.path else None
+        self.model: ModelConfig = recipe.model.model_copy(update={"path": path, "revision": revision, "init": None})
 
     def get(self) -> Backend:
         if self._open is None:

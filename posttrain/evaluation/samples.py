@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RunFolderError
-from posttrain.run_folder import write_text_atomically
+from posttrain.run_folder import append_whole, write_text_atomically
 
 Key = tuple[str, int]
 
@@ -114,9 +114,9 @@ class SampleFile:
         write_text_atomically(self.path, "".join(_line(sample) for sample in samples))
 
     def append(self, samples: Iterable[Sample]) -> None:
-        """Add graded samples; they are in the operating system's hands when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(_line(sample) for sample in samples))
+        """Add graded samples, all or none; they are in the operating system's hands when this returns."""
+        with self.path.open("ab", buffering=0) as file:
+            append_whole(file, "".join(_line(sample) for sample in samples).encode())
 
 
 def _drawn_under(settings: dict[str, Any]) -> dict[str, Any]:

@@ -45,5 +45,5 @@ def prepare(recipe: Recipe, *, from_stages: bool) -> list[str]:
         if not from_stages and not recipe.eval.models and recipe.model.path is not None:
             named.append(recipe.model.path)
         for name in named:
-            check_available(name)
+            check_available(name, revision=recipe.model.revision if name == recipe.model.path else None)
     return [f"{name}: {len(load_problems(name, suite))} problems" for name, suite in recipe.eval.suites.items()]

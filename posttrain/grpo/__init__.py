@@ -10,6 +10,7 @@ packing.py      padded tensors -> one packed forward -> padded tensors
 metrics.py      train-inference mismatch, times
 callbacks.py    metrics, progress, stops, checkpoints
 rollouts.py     completions as Parquet
+split/          generators in processes of their own, and the buffer between them and the learner
 """
 
 from __future__ import annotations

@@ -27,6 +27,10 @@ METRIC_NAMES = {
     "time/reward": "time_reward",
     "time/logprobs": "time_logprobs",
     "time/update": "time_update",
+    "time/sync": "time_sync",
+    "time/wait": "time_wait",
+    "staleness/mean": "staleness",
+    "staleness/max": "staleness_max",
 }
 SHOWN = {"reward": "reward", "accuracy": "accuracy", "completion_length": "length"}
 

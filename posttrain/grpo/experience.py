@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.grpo.sampler import derived_seed
@@ -88,8 +89,9 @@ def collate(
 def _router_indices(completion: Completion) -> torch.Tensor:
     if completion.router_indices is None:
         raise ValueError("router replay was asked for, but the generator returned no router choices")
-    # The generator runs in inference mode, whose tensors autograd may not save.
-    return torch.as_tensor(completion.router_indices).clone()
+    # Copied: the generator runs in inference mode, whose tensors autograd may not save, and arrays from Ray cannot be written to.
+    given = completion.router_indices
+    return given.clone() if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given))
 
 
 def _pad(rows: Sequence[Sequence[Any]], value: Any, *, left: bool = False, dtype: torch.dtype = torch.int64) -> torch.Tensor:

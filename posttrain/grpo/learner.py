@@ -10,7 +10,8 @@ Where this departs from plain TRL:
 - a reward of None (gold answer unreadable) leaves the completion out of its group's statistics and of the loss;
 - log-probabilities come from one packed forward without padding, with the generator's routing replayed;
 - the balance loss of the routed layers enters as TRL's MoE auxiliary loss does, already multiplied by its coefficient;
-- the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats and skips nothing.
+- the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats and skips nothing;
+- in split placement a batch may hold tokens of older versions; r is then taken against the policy that sampled each token.
 
     _prepare_inputs (TRL) -> _generate_and_score_completions (ours): rows -> completions -> rewards -> groups -> padded tensors
     compute_loss -> _compute_loss (TRL) -> _get_per_token_logps_and_entropies (ours): unpad -> pack -> forward -> put back
@@ -21,7 +22,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -39,9 +40,12 @@ from posttrain.grpo.experience import build_requests, collate
 from posttrain.grpo.metrics import Clock, Mismatch, mismatch_sums
 from posttrain.grpo.packing import pack_inputs, pack_router_indices, plan_packs, put_back
 from posttrain.grpo.sampler import PromptSampler
-from posttrain.grpo.scoring import Scorer
+from posttrain.grpo.scoring import Scored, Scorer
 from posttrain.runtime.checkpoints import AtomicCheckpoints
 from posttrain.types import Completion, Request
+
+if TYPE_CHECKING:
+    from posttrain.grpo.split.experience import Collected
 
 TRL_MINOR = (1, 16)
 if Version(trl.__version__).release[:2] != TRL_MINOR:
@@ -51,6 +55,9 @@ if Version(trl.__version__).release[:2] != TRL_MINOR:
     )
 
 Generate = Callable[[list[Request], int], list[list[Completion]]]
+Collect = Callable[[list[dict[str, Any]], int], "Collected"]
+# What the clock measures inside a training step that is no update.
+NOT_UPDATE = ("generate", "reward", "logprobs", "sync", "wait")
 
 
 class Learner(AtomicCheckpoints, GRPOTrainer):
@@ -62,6 +69,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         prompts: rows with `prompt_ids`, `prompt_index`, `prompt` and the columns that rewards read.
         tokenizer: with a pad token.
         generate: `(requests, policy version) -> completions of each request`, on the learner's own weights.
+        collect: in place of `generate`, `(rows, steps taken) -> Collected`: completions and ratings of generators elsewhere.
         scorer: rewards and advantages.
         stop: strings that end a completion.
         replay_router: whether the forward uses the generator's partitions.
@@ -76,7 +84,8 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         args: GRPOConfig,
         prompts: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        generate: Generate,
+        generate: Generate | None = None,
+        collect: Collect | None = None,
         scorer: Scorer,
         stop: Sequence[str] = (),
         replay_router: bool = False,
@@ -85,7 +94,11 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         self._check(args)
+        if (generate is None) == (collect is None):
+            raise ValueError("a learner needs one source of completions: give either `generate` or `collect`")
         self._generate_completions = generate
+        self._collect = collect
+        self._stale = False
         self._scorer = scorer
         self._stop_strings = tuple(stop)
         self._replay_router = replay_router
@@ -153,7 +166,24 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         """Whether the next step after `step` starts with a generation: a checkpoint there loses and repeats nothing."""
         return (step * self.args.gradient_accumulation_steps) % (self.args.steps_per_generation * self.num_iterations) == 0
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How completions are drawn, as `build_requests` takes it."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or 0,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "stop": self._stop_strings,
+            "run_seed": self.args.seed,
+        }
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        return self.prompt_sampler(dataset)
+
+    def prompt_sampler(self, dataset: Dataset | None = None) -> PromptSampler:
+        """The order of the prompts (by default the learner's) in this run."""
         repeat_count = self.num_iterations * self.args.steps_per_generation
         micro_steps = self.args.max_steps * self.args.gradient_accumulation_steps
         return PromptSampler(
@@ -171,9 +201,8 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rows = inputs[:: self.num_generations]
         step = self.state.global_step
-        completions = self._sample(rows, step)
-        with self._clock.measure("reward"):
-            scored = self._scorer.score(rows, completions, gather=self._gather_rewards)
+        scored = self._scored(rows, step)
+        completions = [list(group.completions) for group in scored.groups]
         batch = collate(
             scored.groups,
             pad_token_id=self._tokenizer.pad_token_id,
@@ -193,19 +222,23 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
                 self._record(step + 1, records)
         return batch
 
+    def _scored(self, rows: list[dict[str, Any]], step: int) -> Scored:
+        """The groups of `rows`, sampled here or by generators elsewhere."""
+        if self._collect is None:
+            completions = self._sample(rows, step)
+            with self._clock.measure("reward"):
+                return self._scorer.score(rows, completions, gather=self._gather_rewards)
+        collected = self._collect(rows, step)
+        self._stale = collected.stale
+        for name, seconds in collected.seconds.items():
+            self._clock.add(name, seconds)
+        for name, value in collected.metrics.items():
+            self._metrics["train"][name].append(value)
+        return self._scorer.assemble(rows, collected.completions, collected.ratings, gather=self._gather_rewards)
+
     def _sample(self, rows: list[dict[str, Any]], step: int) -> list[list[Completion]]:
-        requests = build_requests(
-            rows,
-            num_generations=self.num_generations,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            max_tokens=self.max_completion_length,
-            stop=self._stop_strings,
-            run_seed=self.args.seed,
-            step=step,
-        )
+        requests = build_requests(rows, num_generations=self.num_generations, step=step, **self.sampling)
+        assert self._generate_completions is not None, "checked by the constructor"
         # Autocast as in the training forward: the two must compute the same policy.
         with self._clock.measure("generate"), torch.no_grad(), self.accelerator.autocast():
             return self._generate_completions(requests, step)
@@ -222,7 +255,10 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         self._rows = batch
         generate_every = self.args.steps_per_generation * self.num_iterations
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self.args.gradient_accumulation_steps % generate_every:
+            if self._stale and not self._truncated_sampling:
+                # Clipped importance sampling against the policies that sampled, whatever version each token is of.
+                batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+            elif self.args.gradient_accumulation_steps % generate_every:
                 # The weights move while this batch is used, so the policy that sampled it must be remembered.
                 logps = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
                 batch["old_per_token_logps"] = logps
@@ -242,9 +278,9 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         before = time.perf_counter()
-        elsewhere = sum(self._clock[name] for name in ("generate", "reward", "logprobs"))
+        elsewhere = sum(self._clock[name] for name in NOT_UPDATE)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        elsewhere = sum(self._clock[name] for name in ("generate", "reward", "logprobs")) - elsewhere
+        elsewhere = sum(self._clock[name] for name in NOT_UPDATE) - elsewhere
         self._clock.add("update", time.perf_counter() - before - elsewhere)
         return loss
 
@@ -303,9 +339,14 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
 
     # Measurements
 
+    @property
+    def _truncated_sampling(self) -> bool:
+        """Whether the generator's log-probabilities are those of a distribution with its tail cut off."""
+        return bool(self.top_p < 1 or self.top_k or self.min_p)
+
     def _measure_mismatch(self, logps: torch.Tensor, batch: dict[str, Any]) -> None:
         """Compare the trainer's log-probabilities with the generator's, unless truncated sampling hides the latter."""
-        if self.top_p < 1 or self.top_k or self.min_p:
+        if self._truncated_sampling:
             return
         self._mismatch.add(mismatch_sums(logps.detach(), batch["sampling_per_token_logps"], batch["completion_mask"]))
 

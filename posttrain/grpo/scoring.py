@@ -23,7 +23,7 @@ from posttrain.grpo.advantages import (
     zero_variance,
 )
 from posttrain.rewards.registry import RewardSet
-from posttrain.types import Completion, Group
+from posttrain.types import Completion, Group, Ratings
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 # Names of the reward that compares with the gold answer.
@@ -149,9 +149,32 @@ class Scorer:
         Args:
             gather: rewards of this process [P, ...] -> of all processes; only statistics across the batch need it.
         """
-        flat = [completion for group in completions for completion in group]
-        texts = self._decode([completion.token_ids for completion in flat])
-        total, parts, timeouts = self._call(rows, completions, texts)
+        texts = self._texts(completions)
+        return self._assemble(rows, completions, texts, self._call(rows, completions, texts), gather)
+
+    def rate(self, rows: Sequence[dict[str, Any]], completions: Sequence[Sequence[Completion]]) -> Ratings:
+        """The part of `score` that calls the rewards; `assemble` does the rest, perhaps in another process."""
+        return self._call(rows, completions, self._texts(completions))
+
+    def assemble(
+        self, rows: Sequence[dict[str, Any]], completions: Sequence[Sequence[Completion]], ratings: Ratings, gather: Gather
+    ) -> Scored:
+        """What `score` returns, from ratings that were made before."""
+        return self._assemble(rows, completions, self._texts(completions), ratings, gather)
+
+    def _texts(self, completions: Sequence[Sequence[Completion]]) -> list[str]:
+        return self._decode([completion.token_ids for group in completions for completion in group])
+
+    def _assemble(
+        self,
+        rows: Sequence[dict[str, Any]],
+        completions: Sequence[Sequence[Completion]],
+        texts: list[str],
+        ratings: Ratings,
+        gather: Gather,
+    ) -> Scored:
+        total = reward_matrix(ratings.totals)
+        parts = {name: reward_matrix(values) for name, values in ratings.parts.items()}
         truncated = torch.tensor([[completion.truncated for completion in group] for group in completions])
         rewards = self._final(total, parts, truncated)
         advantages = self._advantages(rewards, gather)
@@ -174,13 +197,10 @@ class Scorer:
             rewards=rewards,
             parts=parts,
             truncated=truncated,
-            timeouts=timeouts,
+            timeouts=ratings.timeouts,
         )
 
-    def _call(
-        self, rows: Sequence[dict[str, Any]], completions: Sequence[Sequence[Completion]], texts: list[str]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
-        """Weighted sums [P, G], the rewards of each function, and how many verifications were killed."""
+    def _call(self, rows: Sequence[dict[str, Any]], completions: Sequence[Sequence[Completion]], texts: list[str]) -> Ratings:
         size = len(completions[0])
         repeated = [row for row in rows for _ in range(size)]
         columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in OWN_COLUMNS}
@@ -191,8 +211,12 @@ class Scorer:
             completion_ids=[completion.token_ids for group in completions for completion in group],
             **columns,
         )
-        fold = lambda values: reward_matrix([values[at : at + size] for at in range(0, len(values), size)])  # noqa: E731
-        return fold(scores.total), {name: fold(values) for name, values in scores.parts.items()}, self._timeouts() - before
+        fold = lambda values: [values[at : at + size] for at in range(0, len(values), size)]  # noqa: E731
+        return Ratings(
+            totals=fold(scores.total),
+            parts={name: fold(values) for name, values in scores.parts.items()},
+            timeouts=self._timeouts() - before,
+        )
 
     def _timeouts(self) -> int:
         return int(self._rewards.counters().get("timeouts", 0))

@@ -22,6 +22,7 @@ from posttrain.grpo.learner import Learner
 from posttrain.grpo.prompts import load_prompts
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
+from posttrain.grpo.split.stage import SplitSource
 from posttrain.models.loading import load_model
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.registry import RewardSet, build_rewards
@@ -39,6 +40,7 @@ class Stage:
     learner: Learner
     callback: RunCallback
     rewards: RewardSet
+    split: SplitSource | None = None
 
 
 def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
@@ -66,6 +68,8 @@ def train(recipe: Recipe, run_path: str | Path, context: WorkerContext) -> None:
             raise StageStopped(f"GRPO stopped after step {state.global_step}")
         context.report(state.global_step, state.max_steps, note="saving", force=True)
         learner.save_final(run.final_checkpoint("grpo"))
+        if stage.split is not None:
+            stage.split.finish()
         context.report(state.global_step, state.max_steps, force=True)
 
 
@@ -86,7 +90,7 @@ def last_step(run: RunFolder) -> int | None:
 
 @contextlib.contextmanager
 def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[Stage]:
-    """Build the trainer of the stage; the verifier's processes end with the `with` block."""
+    """Build the trainer of the stage; the verifier's processes, and generators of its own, end with the `with` block."""
     start = starting_checkpoint(run)
     tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=recipe.model.trust_remote_code)
     prompts = load_prompts(recipe, run, tokenizer)
@@ -96,6 +100,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
     max_length = context_length(recipe, args, model, prompts)
     with explained_rewards():
         rewards = build_rewards(recipe.reward)
+    split: SplitSource | None = None
     try:
         scorer = Scorer(
             rewards,
@@ -107,12 +112,15 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
             baseline=recipe.grpo.get("baseline", "mean"),
         )
         policy = Policy(recipe, model, tokenizer, max_length)
+        if recipe.grpo.placement == "split":
+            split = SplitSource(recipe, run.path, checkpoint=start, max_length=max_length, router_indices=policy.replay_router)
         learner = Learner(
             model,
             args=args,
             prompts=prompts,
             tokenizer=tokenizer,
-            generate=policy.generate,
+            generate=policy.generate if split is None else None,
+            collect=None if split is None else split.collect,
             scorer=scorer,
             stop=recipe.rollout.stop,
             replay_router=policy.replay_router,
@@ -124,8 +132,14 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
         learner.remove_callback(PrinterCallback)
         policy.progress = lambda: callback.progress(learner.state.global_step, args.max_steps)
         policy.eos_token_ids = learner.eos_token_ids
-        yield Stage(learner=learner, callback=callback, rewards=rewards)
+        if split is not None:
+            split.attach(learner)
+            split.progress = policy.progress
+            learner.add_callback(split)
+        yield Stage(learner=learner, callback=callback, rewards=rewards, split=split)
     finally:
+        if split is not None:
+            split.close()
         rewards.close()
 
 

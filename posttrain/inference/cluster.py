@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -19,6 +20,9 @@ from typing import Any
 from posttrain.inference.protocol import Backend, BackendError, Prompt, Text
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # how often somebody looks whether a cluster that says nothing has any engine left
+START_LIMIT_S = 900.0  # an autoscaler may need minutes to bring a machine
 
 
 class PromptQueue:
@@ -68,6 +72,10 @@ class EngineActor:
         self._open = open_backend
         self._backend: Backend | None = None
 
+    def placed(self) -> bool:
+        """True, once this process runs."""
+        return True
+
     def run(self, prompts: Any, number: int, call: int) -> Iterator[Text]:
         """Draw samples until the queue is empty. `prompts`: handle of a PromptQueue; `number`: this engine's name there."""
         import ray
@@ -85,6 +93,7 @@ class ClusterBackend:
         engines: how many.
         num_cpus, num_gpus: what each of them holds.
         max_failures: how many may die and be started anew before `generate` gives up.
+        start_limit_s: how long `generate` waits for Ray to place an engine while it has none.
     """
 
     def __init__(
@@ -96,17 +105,23 @@ class ClusterBackend:
         num_cpus: float = 1,
         num_gpus: float = 0,
         max_failures: int = 3,
+        start_limit_s: float = START_LIMIT_S,
     ) -> None:
         import ray
 
         self._open, self._identity, self.max_failures = open_backend, identity, max_failures
+        self.start_limit_s, self._asks = start_limit_s, f"{num_cpus:g} CPUs and {num_gpus:g} GPUs"
         self._make: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(EngineActor)
         self._queue: Any = ray.remote(num_cpus=0)(PromptQueue).remote()
         self._failures, self._next, self._call = 0, engines, 0
-        self._engines: dict[int, Any] = {number: self._new() for number in range(engines)}
+        self._engines: dict[int, Any] = {}
+        self._placed: dict[int, Any] = {}
+        for number in range(engines):
+            self._start(number)
 
-    def _new(self) -> Any:
-        return self._make.remote(self._open, os.getcwd())
+    def _start(self, number: int) -> None:
+        self._engines[number] = self._make.remote(self._open, os.getcwd())
+        self._placed[number] = self._engines[number].placed.remote()
 
     def identity(self) -> dict[str, Any]:
         return self._identity
@@ -117,13 +132,13 @@ class ClusterBackend:
 
         for actor in [*self._engines.values(), *([self._queue] if self._queue is not None else [])]:
             ray.kill(actor)
-        self._engines, self._queue = {}, None
+        self._engines, self._placed, self._queue = {}, {}, None
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Text]:
         """See `Backend.generate`; `prompts` is read to its end at once.
 
         Raises:
-            BackendError: more than `max_failures` engines died.
+            BackendError: more than `max_failures` engines died, or Ray has placed none for `start_limit_s`.
             PosttrainError: what a backend raises, as it raised it.
         """
         import ray
@@ -150,10 +165,32 @@ class ClusterBackend:
             streams[self._engines[number].run.options(num_returns="streaming").remote(self._queue, number, self._call)] = number
 
     def _ready(self, streams: dict[Any, int]) -> list[Any]:
+        """Streams that have something to say. A running engine may be silent for long; having none may not last.
+
+        Raises:
+            BackendError: Ray has placed no engine for `start_limit_s`.
+        """
         import ray
 
-        ready, _ = ray.wait(list(streams), num_returns=1, fetch_local=False)
-        return ready
+        none_since = None
+        while True:
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=min(LOOK_S, self.start_limit_s / 2), fetch_local=False)
+            if ready:
+                return ready
+            placed, _ = ray.wait(list(self._placed.values()), num_returns=1, timeout=0, fetch_local=False)
+            if placed:
+                none_since = None
+                continue
+            none_since = none_since or time.monotonic()
+            waited = time.monotonic() - none_since
+            offered = {kind: f"{amount:g}" for kind, amount in ray.cluster_resources().items() if kind in ("CPU", "GPU")}
+            awaited = f"Ray to place an engine that asks for {self._asks}; the cluster has {offered or 'nothing'}"
+            if waited >= self.start_limit_s:
+                raise BackendError(
+                    f"no engine is left, and waited {waited:.0f} s in vain for {awaited}. What was finished is kept; bring the "
+                    "machines back, then continue with --resume"
+                )
+            logger.warning("no engine runs: waiting for %s (giving up after %.0f s)", awaited, self.start_limit_s)
 
     def _next_of(
         self, stream: Any, streams: dict[Any, int], prompts: dict[str, Prompt], missing: set[tuple[str, int]]
@@ -186,7 +223,7 @@ class ClusterBackend:
 
     def _replace(self, number: int, error: Exception) -> None:
         """Start an engine in the place of a dead one, under a new number: messages of the old one may still be on their way."""
-        del self._engines[number]
+        del self._engines[number], self._placed[number]
         self._failures += 1
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if self._failures > self.max_failures:
@@ -195,5 +232,5 @@ class ClusterBackend:
                 "finished is kept; look at the log for the cause (memory?), then continue with --resume"
             )
         logger.warning("engine %d died (%s); its samples go to the others, and a new one starts", number, reason)
-        self._engines[self._next] = self._new()
+        self._start(self._next)
         self._next += 1

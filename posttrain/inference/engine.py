@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.config.data import ModelConfig
 from posttrain.errors import DataError
-from posttrain.inference.protocol import Prompt, Text, weights_stamp
+from posttrain.inference.protocol import Prompt, Text, local_identity
 from posttrain.types import Completion, Request
 
 
@@ -33,20 +33,21 @@ class EngineBackend:
         from posttrain.models.loading import load_model
 
         assert model.path is not None, "the caller names a checkpoint"
-        self.path, self.dtype = model.path, model.dtype
+        self.path, self.dtype, self.revision = model.path, model.dtype, model.revision
         self.max_prompt_length, self.max_sequences, self.max_prefill_tokens = max_prompt_length, max_sequences, max_prefill_tokens
         self._tokenizer = load_tokenizer(with_own_tokenizer(model))
         self._model: Any = load_model(
             model.path,
             dtype=model.dtype,
             trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
         self._ends = eos_token_ids(self._tokenizer, self._model)
         self._generator: Any = None
 
     def identity(self) -> dict[str, Any]:
-        return {"kind": "engine", "model": self.path, "weights": weights_stamp(self.path), "dtype": self.dtype}
+        return local_identity("engine", self.path, self.dtype, self.revision)
 
     def close(self) -> None:
         self._generator = self._model = None

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.config.backend import BackendConfig
 from posttrain.config.data import ModelConfig
 from posttrain.errors import ConfigError
-from posttrain.inference.protocol import Backend
+from posttrain.inference.protocol import Backend, local_identity
 
 
 def open_backend(
@@ -23,6 +23,7 @@ def open_backend(
     max_prefill_tokens: int = 8192,
     num_cpus: float = 1,
     num_gpus: float = 0,
+    keep_refusals: bool = False,
 ) -> Backend:
     """The backend of `config` for the checkpoint (or served model) `model.path`.
 
@@ -30,13 +31,14 @@ def open_backend(
         max_prompt_length, max_tokens: the longest prompt and completion that will be asked for.
         max_sequences: sequences that an engine decodes at once.
         num_cpus, num_gpus: what each of several engines holds.
+        keep_refusals: a server's refusal of one request is a sample like others, not an error; see `ServerBackend`.
 
     Raises:
         ConfigError: the key's variable is not set, vLLM is missing, or the cluster is too small for the engines.
         CheckpointError: the model cannot be loaded.
     """
     if config.kind == "openai":
-        return _server(config, model)
+        return _server(config, model, keep_refusals)
     make = partial(_local, config, model, max_prompt_length, max_tokens, max_sequences, max_prefill_tokens)
     if config.engines == 1:
         return make()
@@ -48,9 +50,7 @@ def identity_of(config: BackendConfig, model: ModelConfig) -> dict[str, Any]:
     path = str(model.path)
     if config.kind == "openai":
         return {"kind": "openai", "model": config.model or path, "api": config.api, "extra_body": config.extra_body}
-    from posttrain.inference.protocol import weights_stamp
-
-    return {"kind": config.kind, "model": path, "weights": weights_stamp(path), "dtype": model.dtype}
+    return local_identity(config.kind, path, model.dtype, model.revision)
 
 
 def api_key(config: BackendConfig) -> str | None:
@@ -70,7 +70,7 @@ def api_key(config: BackendConfig) -> str | None:
     return key
 
 
-def _server(config: BackendConfig, model: ModelConfig) -> Backend:
+def _server(config: BackendConfig, model: ModelConfig, keep_refusals: bool) -> Backend:
     from posttrain.inference.server import ServerBackend
 
     render = None
@@ -88,6 +88,7 @@ def _server(config: BackendConfig, model: ModelConfig) -> Backend:
         logprobs=config.logprobs,
         token_limit=config.token_limit,
         extra_body=config.extra_body,
+        keep_refusals=keep_refusals,
     )
 
 

@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 
 from posttrain.errors import PosttrainError
 
-FinishReason = Literal["stop", "length", "abort"]
+# "refused": the server takes everything but this request; only from a backend that was asked to keep refusals.
+FinishReason = Literal["stop", "length", "abort", "refused"]
 
 
 class BackendError(PosttrainError):
@@ -65,6 +66,7 @@ class Text:
 
     Attributes:
         text: without special tokens; a reasoning part that a server returns beside the answer stands in front, in <think> tags.
+            Of a refused sample: the server's reason.
         tokens: completion tokens, the end token included where it is known; None where the server doesn't say.
         mean_logprob: mean log-probability of the tokens under the model's own softmax; None where there are none.
         token_ids, logprobs: one entry a token, where the backend has them.
@@ -118,3 +120,9 @@ def sample_seed(seed: int, sample: int) -> int:
 def weights_stamp(path: str) -> list[list[Any]]:
     """Names, sizes and times of the weight files: changes when a checkpoint is written again; empty for hub ids."""
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(Path(path).glob("*.safetensors"))]
+
+
+def local_identity(kind: str, path: str, dtype: str, revision: str | None) -> dict[str, Any]:
+    """`Backend.identity` of an engine that loads the weights itself; `revision` only where one is named."""
+    named = {} if revision is None else {"revision": revision}
+    return {"kind": kind, "model": path, **named, "weights": weights_stamp(path), "dtype": dtype}

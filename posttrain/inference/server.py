@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 TEMPORARY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FINISH: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "stop_sequence": "stop"}
+# Refusals that may be about one request alone, such as a prompt beyond the server's context.
+OF_ONE_REQUEST = frozenset({400, 413, 422})
 Job = tuple[Prompt, int]
 
 
@@ -48,6 +50,7 @@ class ServerBackend:
         logprobs: ask for log-probabilities; given up for good when the server refuses them.
         token_limit: field of the request that holds the most tokens.
         extra_body: further fields of each request.
+        keep_refusals: hand out a sample that is refused by itself (400, 413, 422) as "refused" instead of ending the call.
         first_pause_s: pause before the second attempt.
     """
 
@@ -65,12 +68,13 @@ class ServerBackend:
         logprobs: bool = False,
         token_limit: str = "max_tokens",
         extra_body: dict[str, Any] | None = None,
+        keep_refusals: bool = False,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         self.base_url, self.model, self.api = base_url.rstrip("/"), model, api
         self.concurrency, self.retries, self.first_pause_s = concurrency, retries, first_pause_s
         self.token_limit, self.extra_body = token_limit, dict(extra_body or {})
-        self._asks_logprobs = logprobs
+        self._asks_logprobs, self._keep_refusals = logprobs, keep_refusals
         self._render = render or (lambda messages: "\n\n".join(turn["content"] for turn in messages))
         self._secret = api_key
         self._client = httpx.Client(
@@ -144,14 +148,22 @@ class ServerBackend:
         asked = self._asks_logprobs
         try:
             answer = self._client.post(f"{self.base_url}{self._route()}", json=self._body(prompt, sample, asked))
-        except httpx.TransportError as error:  # connection refused or lost, timeouts
+        except httpx.RequestError as error:  # connection refused or lost, timeouts, a body that cannot be unpacked
             return Failure(f"{type(error).__name__}: {error}")
         if answer.status_code in TEMPORARY:
             return Failure(f"HTTP {answer.status_code}: {self._said(answer)}", _seconds(answer.headers.get("retry-after")))
+        if answer.is_redirect:
+            raise BackendError(
+                f"the server {self._place()} sends {name} on to {answer.headers.get('location')!r} (HTTP {answer.status_code}); "
+                "set base_url to where the API is, up to and with /v1"
+            )
         if answer.status_code >= 400:
             if asked and "logprob" in answer.text.lower():
                 self._without_logprobs(self._said(answer))
                 return self._attempt(prompt, sample, name)
+            if self._keep_refusals and answer.status_code in OF_ONE_REQUEST:
+                said = f"HTTP {answer.status_code}: {self._said(answer)}"
+                return Text(prompt_id=prompt.id, sample=sample, text=said, finish_reason="refused")
             raise BackendError(self._refusal(answer, name))
         try:
             return self._text(prompt, sample, answer.json())
@@ -185,23 +197,26 @@ class ServerBackend:
 
     def _text(self, prompt: Prompt, sample: int, answer: dict[str, Any]) -> Text:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
+        listed: Any
         if self.api == "chat":
             message = choice["message"]
-            text = with_reasoning(message.get("reasoning_content") or message.get("reasoning"), message.get("content"))
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            text = with_reasoning(_written(reasoning), _written(message.get("content")))
             entries = (choice.get("logprobs") or {}).get("content") or []
-            logprobs = tuple(float(entry["logprob"]) for entry in entries)
+            listed = [entry["logprob"] for entry in entries]
         else:
-            text = choice["text"] or ""
-            listed = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            logprobs = tuple(float(value) for value in listed if value is not None)
-        tokens = usage.get("completion_tokens")
+            text = _written(choice["text"])
+            # the first entry of an echoed prompt has none
+            listed = [value for value in (choice.get("logprobs") or {}).get("token_logprobs") or [] if value is not None]
+        logprobs = tuple(map(float, listed)) if all(isinstance(value, int | float) for value in listed) else ()
+        tokens = _whole(usage.get("completion_tokens"))
         return Text(
             prompt_id=prompt.id,
             sample=sample,
             text=text,
             finish_reason=FINISH.get(choice.get("finish_reason"), "abort"),
-            tokens=len(logprobs) or None if tokens is None else int(tokens),
-            prompt_tokens=usage.get("prompt_tokens"),
+            tokens=len(logprobs) or None if tokens is None else tokens,
+            prompt_tokens=_whole(usage.get("prompt_tokens")),
             mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
             logprobs=logprobs or None,
         )
@@ -234,6 +249,7 @@ class ServerBackend:
             said = str(error.get("message", error) if isinstance(error, dict) else error)
         if self._secret:
             said = said.replace(self._secret, "***")
+        said = "".join(letter if letter.isprintable() else " " for letter in said[:2000])
         return " ".join(said.split())[:300] or "(no text)"
 
     def _place(self) -> str:
@@ -254,6 +270,24 @@ def _seconds(retry_after: str | None) -> float | None:
         return max(0.0, float(retry_after or ""))
     except ValueError:
         return None
+
+
+def _written(content: Any) -> str:
+    """A message's content as text that a file can hold: a string, or a list of text blocks; half a surrogate pair is replaced.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(content, list):
+        content = "".join(block["text"] for block in content if block.get("type", "text") == "text")
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"the content is of type {type(content).__name__}")
+    return (content or "").encode("utf-8", "replace").decode("utf-8")
+
+
+def _whole(count: Any) -> int | None:
+    """A count of tokens; None where the server gives none, or something else."""
+    return count if isinstance(count, int) and not isinstance(count, bool) else None
 
 
 def with_reasoning(reasoning: str | None, content: str | None) -> str:

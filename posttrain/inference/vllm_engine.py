@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.config.data import ModelConfig
 from posttrain.errors import CheckpointError, ConfigError, DataError
-from posttrain.inference.protocol import FinishReason, Prompt, Text, sample_seed, weights_stamp
+from posttrain.inference.protocol import FinishReason, Prompt, Text, local_identity, sample_seed
 
 
 class VllmBackend:
@@ -56,7 +56,9 @@ class VllmBackend:
         self._final_only: Any = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         given = {
             "model": model.path,
+            "revision": model.revision,
             "tokenizer": model.tokenizer or model.path,
+            "tokenizer_revision": model.revision if model.tokenizer in (None, model.path) else None,
             "dtype": model.dtype,
             "trust_remote_code": model.trust_remote_code,
             "max_num_seqs": max_sequences,
@@ -71,8 +73,8 @@ class VllmBackend:
         self._version = str(vllm.__version__)
 
     def identity(self) -> dict[str, Any]:
-        path = str(self._model_config.path)
-        return {"kind": "vllm", "model": path, "weights": weights_stamp(path), "dtype": self._model_config.dtype}
+        model = self._model_config
+        return local_identity("vllm", str(model.path), model.dtype, model.revision)
 
     def close(self) -> None:
         self._llm = None

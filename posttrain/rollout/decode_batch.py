@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.rollout.sampling import SamplingParams
+from posttrain.models.paged import upload
+from posttrain.rollout.sampling import Reading, SamplingParams
 from posttrain.rollout.sequence import Sequence
 
 
@@ -30,35 +31,32 @@ class DecodeBatch:
     params: SamplingParams
 
     @classmethod
-    def build(cls, sequences: list[Sequence], *, device: torch.device) -> DecodeBatch:
-        """A row without a token gets token 0 at the position of its prompt's last one, and is no input before `advance`."""
+    def build(cls, sequences: list[Sequence], newest: Tensor) -> DecodeBatch:
+        """`newest` holds the last token of each slot on the device: it may not have been read yet. A row without a token gets the
+        position of its prompt's last one, and is no input before `advance`."""
         requests = [sequence.group.request for sequence in sequences]
-        slots = [sequence.slot for sequence in sequences]
-        index = [len(sequence.token_ids) for sequence in sequences]
-        columns = torch.tensor(
-            [
-                slots,
-                [sequence.token_ids[-1] if sequence.token_ids else 0 for sequence in sequences],
-                [len(request.prompt_ids) + count - 1 for request, count in zip(requests, index, strict=True)],
-                index,
-            ],
-            dtype=torch.int64,
-        ).to(device)
+        slot_list = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        index = [sequence.drawn for sequence in sequences]
+        columns = upload(
+            [slot_list, [len(request.prompt_ids) + count - 1 for request, count in zip(requests, index, strict=True)], index],
+            torch.int64,
+            newest.device,
+        )
         params = SamplingParams.build(
             keys=[sequence.key for sequence in sequences],
             temperature=[request.temperature for request in requests],
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
             min_p=[request.min_p for request in requests],
-            device=device,
+            device=newest.device,
         )
         return cls(
             sequences=list(sequences),
-            slot_list=[slot for slot in slots if slot is not None],
+            slot_list=slot_list,
             slots=columns[0],
-            tokens=columns[1],
-            positions=columns[2],
-            index=columns[3],
+            tokens=newest.index_select(0, columns[0]),
+            positions=columns[1],
+            index=columns[2],
             params=params,
         )
 
@@ -67,3 +65,12 @@ class DecodeBatch:
         self.tokens = tokens
         self.positions = self.positions + 1
         self.index = self.index + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """A step whose draws have not been read: its rows, their tokens on the way, and the policy version that made them."""
+
+    sequences: list[Sequence]
+    reading: Reading
+    version: int

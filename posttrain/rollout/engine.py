@@ -2,6 +2,9 @@
 
     step() = place restored -> prefill pieces -> fork -> decode (T = running) -> sample all rows at once -> append, finish
 
+On a GPU the last arrow is one step late: a step is launched before the tokens of the one before are read, so that the device
+never waits for the host. A sequence that ends runs one step more, whose token is dropped; a limit of tokens is known beforehand.
+
 What a sample is depends on (weights, prompt, seed, parameters) alone: random numbers are counted, prompts are cut at fixed
 places, sampling is row by row, and on a CPU the model gives a sequence the same bits alone or among others (a GPU's matrix
 products may differ in the last bits, so a near-tie may fall the other way). Every step moves each running sequence by one token.
@@ -12,20 +15,20 @@ products may differ in the last bits, so a near-tie may fall the other way). Eve
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.errors import PosttrainError
-from posttrain.models.cache import SlotCache
 from posttrain.models.sizes import state_bytes
-from posttrain.models.sse_h import SSEHConfig
-from posttrain.rollout.decode_batch import DecodeBatch
-from posttrain.rollout.router_log import RouterLog
+from posttrain.rollout.decode_batch import DecodeBatch, Flight
+from posttrain.rollout.memory import MEMORY_FRACTION, plan_memory
+from posttrain.rollout.runner import Runner, config_of
 from posttrain.rollout.sampling import sample
 from posttrain.rollout.scheduler import Scheduler
 from posttrain.rollout.sequence import Group, OnToken, Sequence, check_prompt
@@ -34,16 +37,9 @@ from posttrain.rollout.stop import StopMatcher
 from posttrain.rollout.weights import copy_weights, generating
 from posttrain.types import Completion, Request
 
+logger = logging.getLogger(__name__)
 Unfinished = Literal["continue", "restart", "finish"]
 OnProgress = Callable[[int, int, int], None]
-
-
-def _config(model: nn.Module) -> SSEHConfig:
-    config = getattr(model, "config", None)
-    if not isinstance(config, SSEHConfig):
-        family = getattr(config, "model_type", type(model).__name__)
-        raise ValueError(f"the generator runs models of the sse_h family (attention-only ones too), but {family!r} was given")
-    return config
 
 
 class Generator:
@@ -60,9 +56,17 @@ class Generator:
         return_router_indices: completions carry the router's choices, [layers, T, R] over all tokens but the last
             (None from a model without routers).
         on_token: called with a `StreamedToken` for each token.
+        memory_fraction: part of a GPU's free memory that states, keys and values may take. Where not all sequences fit at
+            max_length, the youngest wait in host memory when it runs short.
+        kv_tokens: tokens of keys and values in all, in place of what memory allows.
+        cuda_graphs: whether a GPU's decode steps may be CUDA graphs; off until they have passed their tests on one.
+        read_late: whether a step's tokens are read after the next one was launched; by default on a GPU.
+
+    Attributes:
+        memory: the `MemoryPlan`; retracted: how many times a sequence was moved to the host for want of memory.
 
     Raises:
-        ValueError: sizes below what a single sequence needs, or a model of another family.
+        ValueError: sizes below what a single sequence needs or above what memory holds, or a model of another family.
     """
 
     def __init__(
@@ -77,6 +81,10 @@ class Generator:
         version: int = 0,
         return_router_indices: bool = False,
         on_token: OnToken | None = None,
+        memory_fraction: float = MEMORY_FRACTION,
+        kv_tokens: int | None = None,
+        cuda_graphs: bool = False,
+        read_late: bool | None = None,
     ) -> None:
         for name, given, least in (
             ("max_sequences", max_sequences, 1),
@@ -93,17 +101,25 @@ class Generator:
         self.on_token = on_token
         self.generated_tokens = 0
         self.prefilled_tokens = 0
-        config = _config(model)
+        self.retracted = 0
+        config = config_of(model)
         parameter = next(model.parameters())
-        self._device = parameter.device
         self._vocab_size = config.vocab_size
-        self._scheduler = Scheduler(max_sequences, max_prefill_tokens)
-        slots = self._scheduler.num_slots
-        self._cache = SlotCache(config, slots, max_length=max_length, device=parameter.device, dtype=parameter.dtype)
+        self._read_late = parameter.device.type == "cuda" if read_late is None else read_late
         routed = return_router_indices and bool(config.sse_layers)
-        self._router = RouterLog(slots, max_length, config.num_partitions) if routed else None
+        log_bytes = max_length * len(config.sse_layers) * config.num_selected if routed else 0
+        self.memory = plan_memory(
+            config, max_sequences=max_sequences, max_length=max_length, device=parameter.device, dtype=parameter.dtype,
+            kv_tokens=kv_tokens, memory_fraction=memory_fraction, extra_slot_bytes=log_bytes,
+        )  # fmt: skip
+        logger.info(self.memory.describe())
+        self._runner = Runner(model, config, self.memory, router=routed, graphs=cuda_graphs)
+        self._cache = self._runner.cache
+        self._scheduler = Scheduler(max_sequences, max_prefill_tokens, self._runner)
         self._texts: dict[int, str] = {}
         self._batch: DecodeBatch | None = None
+        self._flight: Flight | None = None
+        self._broken: list[str] = []
         self._done: list[Completion] = []
         self._in_generate = False
 
@@ -115,7 +131,7 @@ class Generator:
             ValueError: not even one fits.
         """
         itemsize = next(model.parameters()).dtype.itemsize
-        each = state_bytes(_config(model).to_dict(), length, element_size=itemsize)["total"]
+        each = state_bytes(config_of(model).to_dict(), length, element_size=itemsize)["total"]
         fitting = memory_bytes // each - 1
         if fitting < 1:
             raise ValueError(
@@ -147,14 +163,15 @@ class Generator:
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to do or to hand out."""
-        return bool(self._scheduler.groups or self._done)
+        return bool(self._scheduler.groups or self._done or self._broken)
 
     @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; the next step() returns its samples as they are, finish_reason "abort". False where none has the id."""
+        """Ends a request; the next step() returns its samples with the tokens that were read, finish_reason "abort". False where
+        none has the id."""
         group = self._scheduler.groups.get(request_id)
         if group is None:
             return False
@@ -173,16 +190,17 @@ class Generator:
             PosttrainError: the model gave logits that cannot be sampled (NaN, infinity). The requests it happened to are named
                 and dropped; all others go on with the next step.
         """
-        broken: list[str] = []
         if self._scheduler.groups:
             try:
-                with nullcontext() if self._in_generate else generating(self.model):
-                    broken = self._step()
+                with nullcontext() if self._in_generate else self._generating():
+                    self._step()
             except BaseException:
                 # Interrupted anywhere, states and tokens may disagree: begin again from the prompts, with the weights of now.
+                self._flight = None
                 self._scheduler.requeue(started=True)
                 raise
-        if broken:
+        if self._broken:
+            broken, self._broken = self._broken, []
             raise PosttrainError(
                 f"the model (version {self.version}) gave logits that are NaN, infinite or all -inf for request(s) "
                 f"{', '.join(broken)}; they were dropped. Look at the weights: a diverged training step or an overflow in half "
@@ -191,43 +209,28 @@ class Generator:
         done, self._done = self._done, []
         return done
 
-    def _step(self) -> list[str]:
-        """Returns the ids of requests that were dropped because their logits cannot be sampled."""
+    def _generating(self) -> AbstractContextManager[None]:
+        self._runner.weights_may_have_moved()
+        return generating(self.model)
+
+    def _step(self) -> None:
         self._place_restored()
-        decoding = len(self._scheduler.running)
         self._prefill()
         first_logits = self._fork()
-        rows = self._scheduler.running
-        if not rows:
-            return []
-        if self._batch is None or self._batch.sequences != rows:
-            self._batch = DecodeBatch.build(rows, device=self._device)
-        batch = self._batch
-        logits = [self._decode(batch, decoding)] if decoding else []
-        draw = sample(torch.cat(logits + first_logits) if first_logits else logits[0], batch.params, batch.index)
-        batch.advance(draw.token)
-        return self._collect(rows, draw.to_host())
+        rows = self._with_memory()
+        flight = self._launch(rows, first_logits) if rows else None
+        if self._read_late:
+            flight, self._flight = self._flight, flight
+        if flight is not None:
+            self._collect(flight)
+        if not self._scheduler.groups:
+            self._flight = None  # nothing but steps of sequences that had ended
 
     def _place_restored(self) -> None:
-        for sequence in self._scheduler.place_restored():
+        while (sequence := self._scheduler.next_restored()) is not None:
             assert sequence.cached is not None and sequence.slot is not None
-            self._cache.load(sequence.slot, sequence.cached["cache"])
-            if self._router is not None:
-                self._router.load(sequence.slot, sequence.cached["router_indices"], self._device)
+            self._runner.load(sequence.slot, sequence.cached, sequence.token_ids[-1])
             sequence.cached = None
-
-    def _forward(self, tokens: Tensor, positions: Tensor, bounds: list[int], slots: list[int], keep: Tensor | None) -> Any:
-        """One packed forward: tokens, positions [T]; sequence s is tokens [bounds[s], bounds[s + 1]) and continues slots[s]."""
-        self._cache.bind(slots)
-        return self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=0 if keep is None else keep,
-            output_router_indices=self._router is not None,
-        )
 
     def _prefill(self) -> None:
         """Runs the next pieces of the prompts being read; a prompt that is through keeps its last logits in its group."""
@@ -235,27 +238,16 @@ class Generator:
         if not pieces:
             return
         if fresh:
-            self._cache.reset(fresh)
-        tokens, positions, owners, slots, bounds = [], [], [], [], [0]
-        for piece in pieces:
-            assert piece.group.slot is not None
-            tokens += piece.group.request.prompt_ids[piece.start : piece.stop]
-            positions += range(piece.start, piece.stop)
-            owners += [piece.group.slot] * (piece.stop - piece.start)
-            slots.append(piece.group.slot)
-            bounds.append(len(tokens))
-        packed = torch.tensor([tokens, positions, owners], dtype=torch.int64).to(self._device)
+            self._runner.start(fresh)
+        slots = [piece.group.slot for piece in pieces if piece.group.slot is not None]
+        tokens = [piece.group.request.prompt_ids[piece.start : piece.stop] for piece in pieces]
         through = [row for row, piece in enumerate(pieces) if piece.stop == len(piece.group.request.prompt_ids)]
-        # A forward needs at least one row of logits, also when every prompt goes on.
-        keep = torch.tensor([bounds[row + 1] - 1 for row in through] or [0], device=self._device)
-        out = self._forward(packed[0], packed[1], bounds, slots, keep)
-        if self._router is not None and out.router_indices is not None:
-            self._router.write(out.router_indices, packed[2], packed[1])
+        all_logits = self._runner.prefill(slots, [piece.start for piece in pieces], tokens, through)
         for piece in pieces:
             piece.group.prefilled = piece.stop
-        for row, logits in zip(through, out.logits[0], strict=False):
+        for row, logits in zip(through, all_logits, strict=True):
             pieces[row].group.logits = logits
-        self.prefilled_tokens += len(tokens)
+        self.prefilled_tokens += sum(map(len, tokens))
 
     def _fork(self) -> list[Tensor]:
         """Starts samples from prefilled prompts; the logits [samples, vocab] of their first tokens, in the order they joined."""
@@ -263,33 +255,64 @@ class Generator:
         for fork in self._scheduler.fork():
             group = fork.sequences[0].group
             if fork.copies:
-                self._cache.fork(fork.source, fork.copies)
-                if self._router is not None:
-                    self._router.fork(fork.source, fork.copies, len(group.request.prompt_ids))
+                self._runner.fork(fork.source, fork.copies, len(group.request.prompt_ids))
             assert group.logits is not None
             logits.append(group.logits.expand(len(fork.sequences), -1))
             if not group.pending:
                 group.logits = None
         return logits
 
-    def _decode(self, batch: DecodeBatch, rows: int) -> Tensor:
-        """One token of the first `rows` sequences of the batch -> logits [rows, vocab]; the others have no input yet."""
-        positions = batch.positions[:rows]
-        out = self._forward(batch.tokens[:rows], positions, list(range(rows + 1)), batch.slot_list[:rows], None)
-        if self._router is not None and out.router_indices is not None:
-            self._router.write(out.router_indices, batch.slots[:rows], positions)
-        return out.logits[0]
+    def _with_memory(self) -> list[Sequence]:
+        """The rows of the next step: all that run but those whose last token is on its way, and but the youngest where there is
+        no memory for a token more of each; these move to the host."""
+        while True:
+            rows = [sequence for sequence in self._scheduler.running if sequence.drawn < sequence.group.limit]
+            decoding = [sequence for sequence in rows if sequence.drawn]
+            if self._runner.has_next_pages([sequence.slot for sequence in decoding if sequence.slot is not None]):
+                return rows
+            if self._flight is not None:
+                self._drain()  # a sequence may have ended; who is moved needs all its tokens
+                continue
+            victim = decoding[-1]
+            victim.cached = {"cache": self._export(victim), "router_indices": self._router_indices(victim)}
+            self._scheduler.retract(victim)
+            self._batch = None  # the same rows may come back in other slots
+            self.retracted += 1
 
-    def _collect(self, rows: list[Sequence], drawn: list[list[float]]) -> list[str]:
+    def _launch(self, rows: list[Sequence], first_logits: list[Tensor]) -> Flight:
+        """One token of every row; those without one yet, the last of them, draw it from `first_logits`."""
+        if self._batch is None or self._batch.sequences != rows:
+            self._batch = DecodeBatch.build(rows, self._runner.newest)
+        batch = self._batch
+        decoding = sum(sequence.drawn > 0 for sequence in rows)
+        logits = []
+        if decoding:
+            tokens, positions, slots = (column[:decoding] for column in (batch.tokens, batch.positions, batch.slots))
+            logits = [self._runner.decode(tokens, positions, slots, batch.slot_list[:decoding])]
+        draw = sample(torch.cat(logits + first_logits) if first_logits else logits[0], batch.params, batch.index)
+        self._runner.newest.index_copy_(0, batch.slots, draw.token)
+        batch.advance(draw.token)
+        for sequence in rows:
+            sequence.in_flight += 1
+        return Flight(sequences=batch.sequences, reading=draw.start_reading(), version=self.version)
+
+    def _drain(self) -> None:
+        """Reads what is in flight: tokens and states then belong together."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight)
+
+    def _collect(self, flight: Flight) -> None:
         """Appends what was drawn, takes the finished samples out, drops the requests that drew from broken logits."""
         broken: dict[str, Group] = {}
-        for sequence, (token, logprob, plain_logprob, is_broken) in zip(rows, drawn, strict=True):
-            if sequence.slot is None:  # a listener aborted its request just now
+        for sequence, (token, logprob, plain_logprob, is_broken) in zip(flight.sequences, flight.reading.rows(), strict=True):
+            if sequence.slot is None:  # ended or aborted since
                 continue
+            sequence.in_flight -= 1
             if is_broken:
                 broken[sequence.group.request.id] = sequence.group
                 continue
-            sequence.append(int(token), logprob, plain_logprob, self.version)
+            sequence.append(int(token), logprob, plain_logprob, flight.version)
             self.generated_tokens += 1
             reason = sequence.finish_reason(self.eos_token_ids)
             if reason is not None:
@@ -299,15 +322,14 @@ class Generator:
                 self.on_token(sequence.streamed(reason))
         self._scheduler.keep_running()
         for group in broken.values():
-            self._cache.reset(self._scheduler.remove(group))  # attention multiplies a slot's stale rows by 0: no NaN may stay
-        return list(broken)
+            self._cache.reset(self._scheduler.slots_of(group))  # attention multiplies a slot's stale rows by 0: no NaN may stay
+            self._scheduler.remove(group)
+        self._broken += broken
 
     def _router_indices(self, sequence: Sequence) -> Tensor | None:
-        if self._router is None:
-            return None
         if sequence.slot is None:
             return sequence.cached["router_indices"] if sequence.cached else None
-        return self._router.take(sequence.slot, sequence.inputs)
+        return self._runner.router_indices(sequence.slot, sequence.inputs)
 
     def generate(self, requests: list[Request], on_progress: OnProgress | None = None) -> list[list[Completion]]:
         """Submits all, runs to the end, and returns the completions of each request in the order of its samples.
@@ -323,7 +345,7 @@ class Generator:
         try:
             for request in requests:
                 wanted[self.submit(request)] = []
-            with generating(self.model):
+            with self._generating():
                 self._in_generate = True
                 while done < total:
                     for completion in self.step():
@@ -362,11 +384,14 @@ class Generator:
         """
         if unfinished not in ("continue", "restart", "finish"):
             raise ValueError(f'unfinished={unfinished!r}, but it must be "continue", "restart" or "finish"')
+        with nullcontext() if self._flight is None else self._generating():
+            self._drain()
         begun = sum(len(group.started) for group in self._scheduler.groups.values())
         if unfinished == "finish" and begun:
             raise PosttrainError(f"{begun} samples are unfinished; call step() until none is left, or update with another policy")
         if state_dict is not None:
             copy_weights(self.model, state_dict)
+        self._runner.weights_may_have_moved()
         self.version = version
         self._scheduler.requeue(started=unfinished == "restart")
 
@@ -377,6 +402,7 @@ class Generator:
         Raises:
             ValueError: no unfinished request has this id.
         """
+        self._drain()
         group = self._scheduler.groups.get(request_id)
         if group is None:
             raise ValueError(f"request {request_id}: not an unfinished request of this generator")
@@ -386,7 +412,7 @@ class Generator:
         if sequence.slot is None:
             assert sequence.cached is not None
             return sequence.cached["cache"]
-        return self._cache.export(sequence.slot)
+        return self._runner.export(sequence.slot)
 
     def restore(self, snapshot: dict[str, Any]) -> str:
         """Continues a request from `snapshot`, on this or another generator; returns its id. It queues if no slot is free.
@@ -395,6 +421,6 @@ class Generator:
             ValueError: as submit(), or a snapshot of another format or that does not fit this generator.
         """
         group = self._group(request_of(snapshot))
-        fill_group(group, snapshot, needs_router=self._router is not None)
+        fill_group(group, snapshot, needs_router=self._runner.router is not None)
         self._scheduler.add(group)
         return group.request.id

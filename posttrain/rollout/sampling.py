@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.models.linear import elementwise
+from posttrain.models.paged import upload
 from posttrain.rollout.random import uniform
 
 GREEDY_BELOW = 1e-5
@@ -74,15 +75,15 @@ class SamplingParams:
         unlimited = torch.iinfo(torch.int64).max
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None] if cut else None
+            return upload(values, dtype, device)[:, None] if cut else None
 
         least_p = column([min_p[row] for row in cut], torch.float32)
         return cls(
-            keys=torch.tensor(keys, dtype=torch.int64, device=device),
-            temperature=torch.tensor(scale, dtype=torch.float32, device=device),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            keys=upload(list(keys), torch.int64, device),
+            temperature=upload(scale, torch.float32, device),
+            greedy=upload(greedy, torch.bool, device) if any(greedy) else None,
             cut_rows=tuple(cut),
-            cut=torch.tensor(cut, dtype=torch.int64, device=device) if cut else None,
+            cut=upload(cut, torch.int64, device) if cut else None,
             top_k=column([top_k[row] or unlimited for row in cut], torch.int64),
             top_p=column([top_p[row] for row in cut], torch.float64),
             log_min_p=None if least_p is None else least_p.log(),
@@ -124,10 +125,34 @@ class Draw:
     plain_logprob: Tensor
     broken: Tensor
 
-    def to_host(self) -> list[list[float]]:
-        """Rows [token, logprob, plain_logprob, broken] in one transfer; float64 holds a token id and a float32 exactly."""
+    def start_reading(self) -> Reading:
+        """Begins the one transfer to the host, behind the work that is queued; float64 holds a token id and a float32 exactly."""
         fields = (self.token, self.logprob, self.plain_logprob, self.broken)
-        return torch.stack([field.double() for field in fields], dim=1).tolist()
+        table = torch.stack([field.double() for field in fields], dim=1)
+        if not table.is_cuda:
+            return Reading(table, None)
+        host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+        host.copy_(table, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(table.device))
+        return Reading(host, done)
+
+    def to_host(self) -> list[list[float]]:
+        """The rows as `Reading.rows` has them, at once."""
+        return self.start_reading().rows()
+
+
+class Reading:
+    """A draw on its way to the host."""
+
+    def __init__(self, table: Tensor, done: torch.cuda.Event | None) -> None:
+        self._table, self._done = table, done
+
+    def rows(self) -> list[list[float]]:
+        """Rows [token, logprob, plain_logprob, broken]; waits until they have arrived."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._table.tolist()
 
 
 def _fixed_point(logprobs: Tensor) -> Tensor:

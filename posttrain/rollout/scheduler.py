@@ -6,12 +6,16 @@ running ones finish. Only the last admitted request can be in that position, so 
 computed twice.
 
 A prompt is cut at multiples of `max_prefill_tokens` and nowhere else: where it is cut never depends on what else is in the batch.
+
+Memory for keys and values is asked for through `Room`. A prompt gets all of its own when it is admitted; what grows later may run
+short, and then the youngest sequences are taken out (`retract`) and come back before anything new is admitted.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from posttrain.rollout.sequence import Group, Sequence
 
@@ -34,8 +38,21 @@ class Fork:
     sequences: list[Sequence]
 
 
+class Room(Protocol):
+    """Memory that slots grow into."""
+
+    def fits(self, tokens: int, *, spare: int) -> bool:
+        """Whether there is room for a sequence of so many tokens, and for `spare` sequences to grow."""
+        ...
+
+    def reserve(self, slot: int, tokens: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
 class Scheduler:
-    def __init__(self, max_sequences: int, max_prefill_tokens: int) -> None:
+    def __init__(self, max_sequences: int, max_prefill_tokens: int, memory: Room) -> None:
+        self.memory = memory
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
         self.num_slots = max_sequences + 1
@@ -59,15 +76,32 @@ class Scheduler:
         admitted += len(self.parent.pending) if self.parent else 0
         return self.max_sequences - len(self.running) - admitted
 
-    def place_restored(self) -> list[Sequence]:
-        """Gives slots to restored sequences and lets them run; the caller loads their caches."""
-        placed = []
-        while self.restoring and self._room() > 0:
-            sequence = self.restoring.popleft()
-            sequence.slot = self.free.pop()
-            self.running.append(sequence)
-            placed.append(sequence)
-        return placed
+    def _fits(self, tokens: int, samples: int) -> bool:
+        """With nothing else on its way it must: the pool holds the longest sequence twice."""
+        if not self.running and not self.prefilling:
+            return True
+        return self.memory.fits(tokens, spare=len(self.running) + samples)
+
+    def next_restored(self) -> Sequence | None:
+        """Gives a slot to a restored sequence and lets it run; the caller loads its cache before it asks for another."""
+        if not self.restoring or self._room() <= 0 or not self._fits(self.restoring[0].inputs, 1):
+            return None
+        sequence = self.restoring.popleft()
+        sequence.slot = self.free.pop()
+        self.running.append(sequence)
+        return sequence
+
+    def retract(self, sequence: Sequence) -> None:
+        """Takes a running sequence out, to be restored first of all; the caller has kept its cache."""
+        assert sequence.slot is not None and sequence.cached is not None
+        self._free_slot(sequence.slot)
+        sequence.slot = None
+        self.restoring.appendleft(sequence)
+        self.keep_running()
+
+    def _free_slot(self, slot: int) -> None:
+        self.memory.release(slot)
+        self.free.append(slot)
 
     def plan_prefill(self) -> tuple[list[Piece], list[int]]:
         """The prompt pieces of this step and the slots that must be reset first."""
@@ -84,11 +118,13 @@ class Scheduler:
             group = self.waiting[0]
             group.prefilled = 0
             piece = self._next_piece(group)
-            if piece.stop - piece.start > budget:
+            prompt = len(group.request.prompt_ids)
+            if piece.stop - piece.start > budget or not self._fits(prompt, min(len(group.pending), self._room())):
                 break
             budget -= piece.stop - piece.start
             pieces.append(piece)
             group.slot = self.free.pop()
+            self.memory.reserve(group.slot, prompt)
             fresh.append(group.slot)
             self.prefilling.append(self.waiting.popleft())
         return pieces, fresh
@@ -132,7 +168,7 @@ class Scheduler:
         """Takes an unfinished sequence out and frees its slot; `keep_running` then drops it from `running`, many in one pass."""
         del sequence.group.started[sequence.sample]
         if sequence.slot is not None:
-            self.free.append(sequence.slot)
+            self._free_slot(sequence.slot)
             sequence.slot = None
         if sequence.group.finished:
             self.groups.pop(sequence.group.request.id, None)
@@ -141,9 +177,11 @@ class Scheduler:
         """Drops the sequences that lost their slot from `running`."""
         self.running = [sequence for sequence in self.running if sequence.slot is not None]
 
-    def remove(self, group: Group) -> list[int]:
-        """Forgets a group and everything it holds; returns the slots that became free."""
-        held = [slot for slot in (group.slot, *(sequence.slot for sequence in group.started.values())) if slot is not None]
+    def slots_of(self, group: Group) -> list[int]:
+        return [slot for slot in (group.slot, *(sequence.slot for sequence in group.started.values())) if slot is not None]
+
+    def remove(self, group: Group) -> None:
+        """Forgets a group and everything it holds."""
         self._drop_prompt(group)
         group.pending.clear()
         self.restoring = deque(sequence for sequence in self.restoring if sequence.group is not group)
@@ -152,11 +190,10 @@ class Scheduler:
         self.keep_running()
         self.groups.pop(group.request.id, None)
         self._rebuild_waiting()
-        return held
 
     def _drop_prompt(self, group: Group) -> None:
         if group.slot is not None:
-            self.free.append(group.slot)
+            self._free_slot(group.slot)
         group.slot, group.logits, group.prefilled = None, None, 0
         if self.parent is group:
             self.parent = None

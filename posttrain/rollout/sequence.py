@@ -80,13 +80,17 @@ class Group:
 
 @dataclass(eq=False, kw_only=True)
 class Sequence:
-    """One started sample; `slot` is None while a restored one waits, its cache then kept in `cached`."""
+    """One started sample; `slot` is None while a restored one waits, its cache then kept in `cached`.
+
+    in_flight: tokens that were drawn on the device and have not been read yet: 0 or 1 between steps.
+    """
 
     group: Group
     sample: int
     key: int
     slot: int | None = None
     cached: dict[str, Any] | None = None
+    in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     plain_logprobs: list[float] = field(default_factory=list)
@@ -95,6 +99,11 @@ class Sequence:
     @classmethod
     def start(cls, group: Group, sample: int) -> Sequence:
         return cls(group=group, sample=sample, key=stream_key(group.request.seed, sample))
+
+    @property
+    def drawn(self) -> int:
+        """Tokens sampled so far, read or not: the counter of the next random number."""
+        return len(self.token_ids) + self.in_flight
 
     @property
     def inputs(self) -> int:

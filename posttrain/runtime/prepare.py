@@ -28,7 +28,7 @@ def prepare(recipe: Recipe, run: RunFolder, stages: list[str]) -> None:
     if {"sft", "grpo"} & set(stages) and recipe.model.path is not None and not run.final_checkpoint("base").is_dir():
         from posttrain.models.hub import check_available
 
-        check_available(recipe.model.path)
+        check_available(recipe.model.path, revision=recipe.model.revision)
     if "sft" in stages:
         from posttrain.sft.dataset import prepare as prepare_rows
 
@@ -91,7 +91,7 @@ def _initial_model(recipe: Recipe, tokenizer: Any) -> Any:
 
     config = recipe.model
     if config.path is not None:
-        return load_model(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+        return load_model(config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, revision=config.revision)
     fields = dict(config.init or {})
     fields.setdefault("vocab_size", len(tokenizer))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

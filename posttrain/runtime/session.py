@@ -32,10 +32,13 @@ RAY_ENVIRONMENT = {
 
 
 @contextmanager
-def ray_session(config: RayConfig) -> Iterator[None]:
+def ray_session(config: RayConfig, *, other_cpus: float = 0) -> Iterator[None]:
     """Connect to Ray as the recipe says; disconnect, and stop what was started here, at the end.
 
     A session that is already open (tests, a notebook) is used and left open.
+
+    Args:
+        other_cpus: cores that actors beside the workers will ask a cluster started here for.
 
     Raises:
         ConfigError: the cluster cannot be reached, or offers less than the recipe asks for.
@@ -61,7 +64,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         os.environ.update(workers_environment)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")]))
         ray.init(
-            num_cpus=_local_cpus(config),
+            num_cpus=_local_cpus(config, other_cpus),
             include_dashboard=config.dashboard,
             object_store_memory=(config.object_store_memory_mb or OBJECT_STORE_MB) * 2**20,
             **common,
@@ -90,11 +93,11 @@ def gpus_per_worker(config: RayConfig) -> float:
     return 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
 
 
-def _local_cpus(config: RayConfig) -> int:
+def _local_cpus(config: RayConfig, other_cpus: float) -> int:
     """A small machine runs a bigger recipe slowly, rather than waiting for ever for cores that it does not have."""
     if config.num_cpus is not None:
         return config.num_cpus
-    return max(os.cpu_count() or 1, math.ceil(config.num_workers * config.cpus_per_worker))
+    return max(os.cpu_count() or 1, math.ceil(config.num_workers * config.cpus_per_worker + other_cpus))
 
 
 def _package_root() -> str:

@@ -64,7 +64,7 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
         from posttrain.runtime.prepare import prepare
 
         prepare(recipe, run, group)
-        with ray_session(recipe.ray):
+        with ray_session(recipe.ray, other_cpus=_generator_cpus(recipe, group)):
             board = start_board()
             for stage in group:
                 stopped_by = run_stage(stage, recipe, run, board)
@@ -76,6 +76,12 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
         run.mark_done("report")
     _summary(run, report)
     return 0
+
+
+def _generator_cpus(recipe: Recipe, stages: list[str]) -> float:
+    """Cores that the generators of split GRPO hold beside the learner."""
+    split = "grpo" in stages and recipe.grpo.placement == "split"
+    return recipe.grpo.generators * recipe.grpo.cpus_per_generator if split else 0
 
 
 def _report(run: RunFolder) -> Path:

@@ -55,6 +55,14 @@ def test_engines_that_keep_dying_end_it(session, tmp_path):
     assert {(text.prompt_id, text.sample) for text in kept} >= {("p-always", 0)}
 
 
+def test_engines_that_cannot_be_placed_are_not_waited_for_in_silence(session, tmp_path, caplog):
+    """As after the loss of the machine that the last engine ran on: Ray would wait for another for ever."""
+    backend = ClusterBackend(partial(Scripted, str(tmp_path)), {}, engines=2, num_cpus=100, start_limit_s=1.0)
+    with pytest.raises(BackendError, match=r"no engine is left.*asks for 100 CPUs and 0 GPUs; the cluster has \{'CPU': '4'"):
+        list(backend.generate(prompts()))
+    assert "no engine runs: waiting for Ray to place an engine" in caplog.text
+
+
 def test_an_error_of_a_backend_arrives_as_itself(session, tmp_path):
     with pytest.raises(DataError, match="row p2: refused"):
         list(cluster(tmp_path, fails="p2").generate(prompts()))

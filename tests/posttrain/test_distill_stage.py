@@ -189,6 +189,63 @@ def test_a_server_that_dies_half_way_costs_nothing(tmp_path):
     assert len({t["seed"] for t in journal(recipe)}) == 20
 
 
+def test_a_problem_that_the_server_refuses_is_counted_and_stops_nothing(tmp_path):
+    def answer(problem, seed):
+        return {"status": 400} if asked(problem) in (1, 4) else {"text": f"{right(problem)} [{seed}]"}
+
+    with serving(answer) as teacher:
+        recipe = make_recipe(tmp_path, teacher.url, count=5, teacher={"concurrency": 1})
+        account = run(recipe)
+        assert len(teacher.requests) == 10, "a refusal is not tried again"
+        assert run(recipe) == account
+        assert len(teacher.requests) == 10, "nor by the next run"
+    assert account["rejected"] == {"refused by the server": 4}
+    assert (account["traces"], account["rows"], account["solved"]) == (10, 3, 3)
+    assert [line["text"] for line in journal(recipe) if line["problem"] == "sum-4"] == ["HTTP 400: broken"] * 2
+
+
+def test_a_server_that_refuses_everything_stops_and_is_asked_again_later(tmp_path):
+    with serving(lambda problem, seed: {"status": 400}) as teacher:
+        recipe = make_recipe(tmp_path, teacher.url, count=40, teacher={"concurrency": 1})
+        with pytest.raises(BackendError, match=r"refuses every request, 31 samples of 16 problems.*HTTP 400: broken"):
+            run(recipe)
+        assert len(teacher.requests) < 40
+    assert journal(recipe) == []
+    with serving(lambda problem, seed: {"text": f"{right(problem)} [{seed}]"}) as teacher:
+        mended = recipe.model_copy(deep=True)
+        mended.distill.teacher.base_url = teacher.url
+        assert run(mended)["rows"] == 40
+
+
+def test_the_last_problem_of_a_resumed_run_may_be_refused(tmp_path):
+    """The server has answered before: that everything is refused since says nothing about the requests."""
+    dying = {"on": True}
+
+    def answer(problem, seed):
+        if asked(problem) == 3:
+            return {"status": 500 if dying["on"] else 413}
+        return {"text": f"{right(problem)} [{seed}]"}
+
+    with serving(answer) as teacher:
+        rows = [{"id": f"sum-{n}", "problem": f"What is {n} plus {n} ?", "answer": str(2 * n)} for n in (1, 2, 3)]
+        (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {"problems": {"path": str(tmp_path / "few.jsonl"), "shuffle": False}}
+        recipe = make_recipe(tmp_path, teacher.url, teacher={"concurrency": 1, "retries": 0}, **given)
+        with pytest.raises(BackendError, match="HTTP 500"):
+            run(recipe)
+        assert len(journal(recipe)) == 4
+        dying["on"] = False
+        assert run(recipe)["rejected"] == {"refused by the server": 2}
+
+
+def test_the_key_of_a_refusal_that_is_everybodys_stops_at_once(tmp_path):
+    with serving(lambda problem, seed: {"status": 401}) as teacher:
+        recipe = make_recipe(tmp_path, teacher.url, count=9, teacher={"concurrency": 1})
+        with pytest.raises(BackendError, match="HTTP 401.*api_key_env"):
+            run(recipe)
+        assert len(teacher.requests) == 1
+
+
 def test_stopping_keeps_what_was_graded(tmp_path):
     class Stopping(WorkerContext):
         def stop_requested(self):

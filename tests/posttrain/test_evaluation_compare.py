@@ -121,3 +121,32 @@ def test_the_command_prints_a_table_and_fills_the_report(tmp_path, capsys):
     [comparison] = json.loads(found[1])["comparisons"]
     assert comparison["suites"][0]["changes"][0]["b_text"] == "two's p sample 0"
     assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "nowhere")]) == 2
+
+
+def test_other_rules_about_answers_are_another_protocol(tmp_path):
+    a, b = both(tmp_path)
+    for one, units in ((a, "check"), (b, "ignore")):
+        path = one.suites["toy"] / "settings.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "verifier": {"policy": {"units": units, "boxes": "last"}}}))
+    with pytest.raises(CompareError, match=r"reward.answer.units: 'check' in .*one, 'ignore' in"):
+        compare(a, b)
+
+
+@pytest.mark.parametrize("damage", ['"correct": []', '"scored": null', '"answers": 1'])
+def test_problems_that_say_nothing_are_damage(tmp_path, damage):
+    a, b = both(tmp_path)
+    path = b.suites["toy"] / "problems.jsonl"
+    field = damage.split(":")[0]
+    path.write_text(re.sub(rf'{field}: (\[.*?\]|true)(?=, ")', damage, path.read_text(), count=1))
+    with pytest.raises(CompareError, match=r"problems.jsonl is damaged"):
+        compare(a, b)
+
+
+def test_texts_with_line_separators_of_their_own(tmp_path):
+    a, b = both(tmp_path)
+    for one in (a, b):
+        path = one.suites["toy"] / "problems.jsonl"
+        path.write_text(path.read_text().replace("problem p", "problem\u2028p\x85"), encoding="utf-8")
+    [suite] = compare(a, b)
+    assert suite.problems == 4
+    assert suite.changes[0].problem == "problem\u2028p\x85"

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config import Recipe
 from posttrain.errors import ConfigError, DataError
-from posttrain.evaluation import evaluate
+from posttrain.evaluation import evaluate, grading
 from posttrain.evaluation.suites import prepare
 from posttrain.inference import BackendError
 from posttrain.runtime.worker import WorkerContext
@@ -124,6 +124,20 @@ def test_other_rules_about_answers_grade_what_is_there_again(tmp_path):
     assert lenient.accuracy is not None and strict.accuracy is not None
     assert lenient.accuracy.mean > 0.3
     assert strict.accuracy.mean == 0
+
+
+def test_another_version_of_the_verifier_grades_what_is_there_again(tmp_path, monkeypatch):
+    with serving(answer) as served:
+        [before] = run(recipe(tmp_path, served.url), tmp_path / "run")
+        file = tmp_path / "run/eval" / _model(tmp_path / "run") / "toy/samples.jsonl"
+        file.write_text(file.read_text().replace('"correct": true', '"correct": false'))
+        [kept] = run(recipe(tmp_path, served.url), tmp_path / "run")
+        monkeypatch.setattr(grading, "code_digest", lambda: "of another version")
+        [after] = run(recipe(tmp_path, served.url), tmp_path / "run")
+    assert len(served.bodies) == 9, "nothing is drawn again"
+    assert kept.accuracy is not None
+    assert kept.accuracy.mean == 0, "the same version believes what it wrote"
+    assert after.accuracy == before.accuracy
 
 
 @pytest.mark.parametrize(

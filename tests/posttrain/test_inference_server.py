@@ -89,8 +89,25 @@ def test_reasoning_that_the_server_parsed_out_comes_back_in_front():
         DIE,
         "no json",
         {"choices": []},
+        {"error": {"message": "overloaded"}},
+        [1, 2],
+        {"choices": [{"message": {"content": 7}, "finish_reason": "stop"}]},
+        (200, "<html>log in</html>"),
+        (200, "x", {"content-encoding": "gzip"}),
     ],
-    ids=["500", "503", "429", "connection lost", "no JSON", "no choice"],
+    ids=[
+        "500",
+        "503",
+        "429",
+        "connection lost",
+        "no JSON",
+        "no choice",
+        "an error with status 200",
+        "a list",
+        "a number as content",
+        "a page",
+        "a body that cannot be unpacked",
+    ],
 )
 def test_what_is_temporary_is_tried_again_and_counted_once(stumble):
     lock, failed = threading.Lock(), set()
@@ -105,6 +122,50 @@ def test_what_is_temporary_is_tried_again_and_counted_once(stumble):
         texts = list(backend(served, retries=1).generate(prompts()))
     assert names(texts) == WANTED
     assert len(served.bodies) == 12, "every sample failed once and was asked for again"
+
+
+def test_what_is_odd_beside_a_good_answer_costs_nothing():
+    odd = [
+        {**chat("fine"), "usage": {"completion_tokens": "three"}},
+        {**chat("fine"), "usage": {"completion_tokens": True, "prompt_tokens": 1.5}},
+        chat([{"type": "text", "text": "fi"}, {"type": "image_url"}, {"type": "text", "text": "ne"}]),  # type: ignore[arg-type]
+        chat("fine", finish=None),  # type: ignore[arg-type]
+    ]
+    odd[0]["choices"][0]["logprobs"] = {"content": [{"token": "a", "logprob": None}]}
+    with serving(lambda _, number: odd[number]) as served:
+        texts = list(backend(served, concurrency=1, retries=0, logprobs=True).generate(prompts(4, 1)))
+    assert [text.text for text in texts] == ["fine"] * 4
+    assert [(text.tokens, text.prompt_tokens) for text in texts] == [(None, None), (None, None), (3, 5), (3, 5)]
+    assert [text.finish_reason for text in texts] == ["stop", "stop", "stop", "abort"]
+    assert {text.mean_logprob for text in texts} == {None}
+
+
+def test_half_a_surrogate_pair_can_be_written_to_a_file():
+    with serving(lambda *_: chat("so \\boxed{4} \ud83d", reasoning_content="\udc00")) as served:
+        [text] = backend(served).generate(prompts(1, 1))
+    assert text.text == "<think>\n?\n</think>\n\nso \\boxed{4} ?"
+    assert text.text.encode()
+
+
+def test_a_redirection_is_an_address_to_mend():
+    sent_on = pytest.raises(BackendError, match=r"on to 'http://elsewhere/' \(HTTP 301\); set base_url")
+    with serving(lambda *_: (301, "", {"location": "http://elsewhere/"})) as served, sent_on:
+        list(backend(served, concurrency=1).generate(prompts(1, 1)))
+    assert len(served.bodies) == 1
+
+
+def test_a_refused_request_can_be_kept_as_a_sample():
+    def answer(body, _):
+        too_long = body["messages"][-1]["content"] == "problem 1"
+        return (400, {"error": {"message": "maximum context length is 10"}}) if too_long else chat("fine")
+
+    with serving(answer) as served:
+        texts = list(backend(served, keep_refusals=True).generate(prompts()))
+    assert names(texts) == WANTED
+    refused = {(text.prompt_id, text.text) for text in texts if text.finish_reason == "refused"}
+    assert refused == {("p1", "HTTP 400: maximum context length is 10")}
+    with serving(answer) as served, pytest.raises(BackendError, match="refused sample 0 of p1"):
+        list(backend(served, concurrency=1).generate(prompts()))
 
 
 def test_a_server_that_dies_half_way_keeps_what_it_gave():

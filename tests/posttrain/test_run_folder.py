@@ -1,6 +1,7 @@
 """Run folders: one process, one recipe, and nothing half-written."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from posttrain.config import Recipe, load_recipe
 from posttrain.errors import CheckpointError, RunFolderError
-from posttrain.run_folder import RunFolder, atomic_directory, last_checkpoint, write_text_atomically
+from posttrain.run_folder import RunFolder, append_whole, atomic_directory, last_checkpoint, write_text_atomically
 
 RECIPE = """\
 name: tiny
@@ -270,3 +271,28 @@ def test_paths(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.final_checkpoint("base") == tmp_path / "base"
     assert run.final_checkpoint("sft") == tmp_path / "sft" / "final"
+
+
+class NearlyFull(io.FileIO):
+    """A file on a disk that has room for `room` bytes more."""
+
+    room = 7
+
+    def write(self, data) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(bytes(data)[: self.room])
+        self.room -= written
+        return written
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("one\n")
+    with NearlyFull(path, "ab") as file:
+        append_whole(file, b"two\n")
+        with pytest.raises(RunFolderError, match=r"no space left .*lines; free some space"):
+            append_whole(file, b"three\n")
+        file.room = 100
+        append_whole(file, b"four\n")
+    assert path.read_text() == "one\ntwo\nfour\n"

@@ -48,8 +48,8 @@ def test_every_kind_has_cases_of_both_verdicts(cases):
     assert len({json.dumps([case["gold"], case["text"]]) for case in cases}) == len(cases)
 
 
-def test_a_tenth_of_the_cases(cases):
-    chosen = [case for case in cases if case["kind"] not in HANGS][::10]
+def test_a_share_of_the_cases(cases):
+    chosen = [case for case in cases if case["kind"] not in HANGS][::25]
     assert disagreements(chosen, timeout_s=20.0) == []
 
 
@@ -60,5 +60,5 @@ def test_all_cases(cases):
 
 @pytest.mark.slow
 def test_hanging_cases_end_and_are_not_accepted(cases):
-    wrong = disagreements([case for case in cases if case["kind"] in HANGS], timeout_s=2.0)
+    wrong = disagreements([case for case in cases if case["kind"] in HANGS][::2], timeout_s=0.5)
     assert [case for case in wrong if case[3] == "match"] == []

@@ -1,0 +1,350 @@
+"""The learner's side of the split: it starts the actors, publishes weights, waits for batches, and replaces dead generators."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.errors import PosttrainError
+from posttrain.grpo.scoring import Scorer
+from posttrain.grpo.split.buffer import ExperienceBuffer, Lease
+from posttrain.grpo.split.generator import GeneratorActor, RewardActor, Workbench
+from posttrain.grpo.split.groups import RatedGroup, ratings_of
+from posttrain.grpo.split.plan import Plan
+from posttrain.grpo.split.weights import ObjectStoreSender, WeightBoard
+from posttrain.types import Completion, Ratings
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+WATCH_S = 0.2
+OnProgress = Callable[[int, int, int], None]
+
+
+class SplitError(PosttrainError):
+    """The generators cannot go on, or somebody is late; the message names whom."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings:
+    """The split part of a recipe's `grpo` section, resolved.
+
+    Attributes:
+        generators: actors, each holding `num_cpus` and `num_gpus`.
+        max_staleness: see `ExperienceBuffer`.
+        max_failures: generators that may die and be replaced.
+        limit_s: longest time without any group of the batch that the learner waits for, and for any single answer.
+        start_limit_s: longest time without any generator placed.
+    """
+
+    generators: int
+    max_staleness: int
+    num_cpus: float = 1
+    num_gpus: float = 0
+    max_failures: int = 3
+    limit_s: float = 1800.0
+    start_limit_s: float = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A batch of the learner's: completions [P][G] and their ratings, in the order of its prompts.
+
+    Attributes:
+        stale: whether any token is of an older version than the learner's.
+        metrics: of staleness and of the buffer; seconds: `sync` (weights published) and `wait`.
+    """
+
+    completions: list[list[Completion]]
+    ratings: Ratings
+    stale: bool
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+class SplitExperience:
+    """Where a learner in split placement gets its batches. Ray must be connected; actors start at the first `collect`.
+
+    Args:
+        plan: of the run.
+        folder: of the buffer's journal.
+        open_workbench, open_scorer: run in the actors' processes; pickled.
+        progress: called while the learner waits with (completions ready, completions in all, 0); may raise to end the wait.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        folder: Path,
+        open_workbench: Callable[[str], Workbench],
+        open_scorer: Callable[[], Scorer],
+        settings: SplitSettings,
+        progress: OnProgress = lambda done, total, tokens: None,
+    ) -> None:
+        self._plan, self._folder, self._settings, self.progress = plan, folder, settings, progress
+        self._open_workbench, self._open_scorer = open_workbench, open_scorer
+        self._learner = f"learner-{uuid.uuid4().hex[:8]}"
+        self._actors: list[Any] = []
+        self._pool: GeneratorPool | None = None
+        self.buffer: Any = None
+
+    def collect(self, rows: Sequence[dict[str, Any]], batch: int, named_tensors: Mapping[str, Tensor]) -> Collected:
+        """The groups of generation batch `batch`, whose prompts the learner expects to be `rows` [P].
+
+        Args:
+            named_tensors: the learner's weights as they are now, trained on batches 0..batch-1: published as version `batch`.
+
+        Raises:
+            SplitError: generators keep dying, cannot be placed, or groups are late.
+            PosttrainError: what an actor raised, as it raised it.
+        """
+        self._start(batch)
+        begun = time.monotonic()
+        self._sender.publish(batch, named_tensors)
+        self._ask(self.buffer.advance.remote(self._learner, batch), f"taken note of version {batch}")
+        published = time.monotonic()
+        groups = self._wait(batch)
+        self._check_prompts(rows, groups)
+        ages = [batch - version for group in groups for completion in group.completions for version in completion.versions]
+        return Collected(
+            completions=[list(group.completions) for group in groups],
+            ratings=ratings_of(groups),
+            stale=max(ages) > 0,
+            metrics={"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages)), **self._counters()},
+            seconds={"sync": published - begun, "wait": time.monotonic() - published},
+        )
+
+    def ack(self, batch: int) -> None:
+        """The optimiser has taken the steps of `batch`."""
+        self._ask(self.buffer.ack.remote(self._learner, batch), f"taken note that batch {batch} was trained")
+
+    def commit(self, position: int) -> None:
+        """A checkpoint holds batches 0..position-1: their groups may be deleted."""
+        if self.buffer is not None:
+            self._ask(self.buffer.commit.remote(self._learner, position), f"deleted the batches before {position}")
+
+    def close(self) -> None:
+        """End the actors at once."""
+        import ray
+
+        if self._pool is not None:
+            self._pool.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._pool, self.buffer = [], None, None
+
+    # -- the actors ---------------------------------------------------------------------------------------------------
+
+    def _start(self, position: int) -> None:
+        if self.buffer is not None:
+            return
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # The journal is in the run folder, which this machine sees; Ray repeats what was under way when one of these dies.
+        here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+        lasting: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        self.buffer = ray.remote(scheduling_strategy=here, **lasting)(ExperienceBuffer).remote(  # pyright: ignore
+            str(self._folder.absolute()),
+            groups_per_batch=self._plan.groups_per_batch,
+            num_batches=self._plan.num_batches,
+            max_staleness=self._settings.max_staleness,
+        )
+        board: Any = ray.remote(**lasting)(WeightBoard).remote()  # pyright: ignore
+        rewards: Any = ray.remote(**lasting)(RewardActor).remote(self._open_scorer, os.getcwd())  # pyright: ignore
+        self._actors = [self.buffer, board, rewards]
+        self._sender = ObjectStoreSender(board)
+        self._ask(self.buffer.attach.remote(self._learner, position), "come up")
+        plan = ray.put(self._plan)
+
+        def make(name: str) -> Any:
+            options = {"num_cpus": self._settings.num_cpus, "num_gpus": self._settings.num_gpus}
+            return ray.remote(**options)(GeneratorActor).remote(  # pyright: ignore
+                name,
+                self._open_workbench,
+                plan,
+                buffer=self.buffer,
+                rewards=rewards,
+                board=board,
+                limit_s=self._settings.limit_s,
+                folder=os.getcwd(),
+            )
+
+        self._pool = GeneratorPool(make, self._retire, self._settings)
+
+    def _retire(self, name: str) -> None:
+        lost = self._ask(self.buffer.retire.remote(name), f"taken the slots of {name} back")
+        logger.warning("%d slots of %s go to the others", len(lost), name)
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, batch: int) -> tuple[RatedGroup, ...]:
+        assert self._pool is not None
+        size = self._plan.groups_per_batch
+        since, ready = time.monotonic(), -1
+        while True:
+            lease: Lease = self._ask(self.buffer.lease.remote(self._learner, batch), f"answered about batch {batch}")
+            if lease.groups:
+                return lease.groups
+            self._pool.check()
+            self.progress(lease.ready * self._plan.num_generations, size * self._plan.num_generations, 0)
+            if lease.ready != ready:
+                since, ready = time.monotonic(), lease.ready
+            self._sender.ensure()
+            if time.monotonic() - since > self._settings.limit_s:
+                raise SplitError(
+                    f"batch {batch}: no group has come for {self._settings.limit_s:.0f} s, and {len(lease.late)} of {size} are "
+                    f"missing. {'; '.join(lease.late[:4])}{'; ...' if len(lease.late) > 4 else ''}. Look at logs/grpo*.log for "
+                    "what they do, raise grpo.batch_timeout_s if they are only slow, then continue with --resume"
+                )
+            time.sleep(POLL_S)
+
+    def _check_prompts(self, rows: Sequence[dict[str, Any]], groups: Sequence[RatedGroup]) -> None:
+        wanted, given = [row["prompt_index"] for row in rows], [group.prompt_index for group in groups]
+        if wanted != given:
+            raise SplitError(
+                f"the buffer's groups are of prompts {given[:8]}, but the data order has {wanted[:8]}: {self._folder} was "
+                "written by a run of another recipe or another data set; delete that folder to generate them anew"
+            )
+
+    def _counters(self) -> dict[str, float]:
+        counters = self._ask(self.buffer.counters.remote(), "given its counters")
+        names = {"stale": "stale_groups", "duplicate": "duplicate_groups", "given_back": "groups_given_back"}
+        return {f"buffer/{name}": float(counters.get(key, 0)) for key, name in names.items()}
+
+    def _ask(self, reference: Any, what: str) -> Any:
+        """An answer of the buffer; see `answer`."""
+        return answer(reference, self._settings.limit_s, f"the experience buffer has not {what}")
+
+
+class GeneratorPool:
+    """Generators that are watched by a thread: one that died is retired and replaced, while the learner computes too.
+
+    Args:
+        make: name -> handle of a new actor.
+        retire: called with the name of a dead one, before its successor starts.
+    """
+
+    def __init__(self, make: Callable[[str], Any], retire: Callable[[str], None], settings: SplitSettings) -> None:
+        self._make, self._retire, self._settings = make, retire, settings
+        self._runs: dict[Any, str] = {}
+        self._actors: dict[str, Any] = {}
+        self._placed: dict[str, Any] = {}
+        self._failures, self._count = 0, 0
+        self._error: BaseException | None = None
+        self._none_since: float | None = None
+        self._closed = threading.Event()
+        for _ in range(settings.generators):
+            self._start()
+        self._thread = threading.Thread(target=self._watch, name="generator pool", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what went wrong since.
+
+        Raises:
+            SplitError: too many died, or none can be placed.
+            PosttrainError: what a generator raised, as it raised it.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def pids(self) -> list[int]:
+        """Processes of the generators that run."""
+        import ray
+
+        ready, _ = ray.wait(list(self._placed.values()), num_returns=len(self._placed), timeout=0)
+        return ray.get(ready)
+
+    def close(self) -> None:
+        import ray
+
+        self._closed.set()
+        self._thread.join(5)  # it may be in the middle of a question to an actor that is gone
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors, self._runs = {}, {}
+
+    def _start(self) -> None:
+        name = f"generator-{self._count}"
+        self._count += 1
+        actor = self._actors[name] = self._make(name)
+        self._placed[name] = actor.placed.remote()
+        self._runs[actor.run.remote()] = name
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(WATCH_S):
+                self._look()
+        except BaseException as error:  # noqa: BLE001 - handed to the learner's thread by check()
+            self._error = error
+
+    def _look(self) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+
+        ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0, fetch_local=False)
+        for run in ended:
+            name = self._runs.pop(run)
+            del self._actors[name], self._placed[name]
+            try:
+                answer(run, self._settings.limit_s, f"{name} has not ended")
+            except RayActorError as error:
+                self._replace(name, error)
+        placed, _ = ray.wait(list(self._placed.values()), num_returns=1, timeout=0, fetch_local=False)
+        if placed:
+            self._none_since = None
+            return
+        self._none_since = self._none_since or time.monotonic()
+        if time.monotonic() - self._none_since > self._settings.start_limit_s:
+            offered = {kind: f"{amount:g}" for kind, amount in ray.cluster_resources().items() if kind in ("CPU", "GPU")}
+            asks = f"{self._settings.num_cpus:g} CPUs and {self._settings.num_gpus:g} GPUs"
+            raise SplitError(
+                f"Ray has placed no generator for {self._settings.start_limit_s:.0f} s: each asks for {asks}, and the cluster "
+                f"has {offered or 'nothing'}, what the learner holds included; lower grpo.generators or add machines"
+            )
+
+    def _replace(self, name: str, error: Exception) -> None:
+        self._failures += 1
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if self._failures > self._settings.max_failures:
+            allowed = f"grpo.generator_failures allows {self._settings.max_failures}"
+            raise SplitError(
+                f"{self._failures} generators died ({allowed}), at last {name}: {reason}. Finished groups are kept; look at the "
+                "log for the cause (memory?), then continue with --resume"
+            )
+        logger.warning("%s died (%s); a new one starts", name, reason)
+        self._retire(name)
+        self._start()
+
+
+def answer(reference: Any, limit_s: float, late: str) -> Any:
+    """The value of a Ray reference; an error of ours comes as itself, whatever number of actors it went through.
+
+    Raises:
+        SplitError: it took longer than `limit_s`; `late` begins the message.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayTaskError
+
+    try:
+        return ray.get(reference, timeout=limit_s)
+    except GetTimeoutError:
+        raise SplitError(f"{late} for {limit_s:.0f} s") from None
+    except RayTaskError as error:
+        cause: BaseException = error
+        while isinstance(cause, RayTaskError) and cause.cause is not None:
+            cause = cause.cause
+        raise cause from error

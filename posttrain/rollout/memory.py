@@ -1,0 +1,122 @@
+"""How many sequences of which length fit: a slot's bytes, a page's bytes, and the memory that was measured at the start.
+
+A slot is the recurrent state of one sequence, the same at every length; keys and values of full attention come in pages. Slots
+are allocated for all sequences that may run at once. Pages are too where they fit; where they do not, the generator starts with
+fewer and moves its youngest sequences to host memory when they run short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.models.cache import SlotCache
+from posttrain.models.paged import PAGE
+from posttrain.models.sse_h import SSEHConfig
+
+# Part of the free memory that caches may take: prefill, logits and sampling need theirs, a learner beside it its own.
+MEMORY_FRACTION = 0.5
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Sizes of a generator's cache.
+
+    slots: sequences at once and the spare one; pages: of PAGE tokens, one of them nobody's, or None: they are made as needed;
+    slot_bytes, page_bytes: of one; free_bytes: what was free before, or None where it was not measured.
+    """
+
+    slots: int
+    pages: int | None
+    slot_bytes: int
+    page_bytes: int
+    max_length: int
+    free_bytes: int | None = None
+
+    def bytes_of(self, length: int) -> int:
+        """Of one sequence that shares no page."""
+        return self.slot_bytes + pages_of(length) * self.page_bytes
+
+    def sequences_of(self, length: int) -> int:
+        """Sequences of `length` tokens that run at once without any being moved to the host."""
+        if self.pages is None or self.page_bytes == 0:
+            return self.slots - 1
+        return min(self.slots - 1, (self.pages - 1) // pages_of(length))
+
+    def describe(self) -> str:
+        gib = 2.0**30
+        slots = f"{self.slots - 1} sequences, {self.slots * self.slot_bytes / gib:.2f} GiB of state"
+        if self.page_bytes == 0:
+            pages = "no keys and values to keep"
+        elif self.pages is None:
+            pages = f"keys and values as needed, {self.page_bytes / PAGE / 1024:.1f} KiB a token"
+        else:
+            held = (self.pages - 1) * PAGE
+            pages = f"{self.pages * self.page_bytes / gib:.2f} GiB of keys and values for {held:,} tokens"
+        lengths = sorted({max(1, self.max_length // 4), self.max_length})
+        fit = ", ".join(f"{self.sequences_of(n)} of {n:,} tokens" for n in lengths)
+        free = "" if self.free_bytes is None else f" of {self.free_bytes / gib:.1f} GiB that were free"
+        return f"generator: {slots}; {pages}{free}; at once fit {fit}"
+
+
+def plan_memory(
+    config: SSEHConfig,
+    *,
+    max_sequences: int,
+    max_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_tokens: int | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+    extra_slot_bytes: int = 0,
+) -> MemoryPlan:
+    """The plan for `max_sequences` sequences of up to `max_length` tokens.
+
+    Args:
+        kv_tokens: tokens of keys and values in all, instead of what memory allows.
+        memory_fraction: part of the free memory of a CUDA device that caches may take; without effect elsewhere.
+        extra_slot_bytes: what the caller keeps a slot besides the cache.
+
+    Raises:
+        ValueError: the states, or two sequences of `max_length` (one that runs, one prompt), do not fit.
+    """
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}, but it must be above 0 and at most 1")
+    slot_bytes, page_bytes = SlotCache.measure(config, device=device, dtype=dtype)
+    slot_bytes += extra_slot_bytes
+    slots, free = max_sequences + 1, _free(device)
+    least = 1 + 2 * pages_of(max_length)
+    pages = None if kv_tokens is None else 1 + pages_of(kv_tokens)
+    if free is not None:
+        budget = int(free * memory_fraction)
+        left = budget - slots * slot_bytes
+        if left < 0 or (page_bytes and left < least * page_bytes):
+            fitting = max(0, (budget - least * page_bytes) // max(1, slot_bytes) - 1)
+            raise ValueError(
+                f"max_sequences={max_sequences} take {slots * slot_bytes:,} bytes of state and two sequences of "
+                f"max_length={max_length} {least * page_bytes:,} of keys and values, but memory_fraction={memory_fraction} of "
+                f"{free:,} free bytes is {budget:,}; at most max_sequences={fitting} fit"
+            )
+        if pages is None and page_bytes:
+            pages = min(left // page_bytes, 1 + slots * pages_of(max_length))
+    if pages is not None and page_bytes and pages < least:
+        raise ValueError(
+            f"kv_tokens={kv_tokens}, but a running sequence and a prompt of max_length={max_length} need {(least - 1) * PAGE}"
+        )
+    return MemoryPlan(
+        slots=slots, pages=pages if page_bytes else 2, slot_bytes=slot_bytes, page_bytes=page_bytes, max_length=max_length,
+        free_bytes=free,
+    )  # fmt: skip
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that a CUDA device can still give, those that PyTorch holds unused included."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
