@@ -156,7 +156,7 @@ def other_brackets(gold: str, answer: str) -> bool:
 
 
 def chain(text: str) -> list[str]:
-    """The sides of `x = 6 \\cdot 7 = 42` and `41 \\to 42`, outside brackets."""
+    """The sides of `x = 6 \\cdot 7 = 42` and `41 \\to 42`, outside brackets; none of `=`."""
     text = _ARROW.sub("=", text)
     sides, start, depth = [], 0, 0
     for match in re.finditer(r"[(\[{)\]}]|=", text):

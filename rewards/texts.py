@@ -52,7 +52,8 @@ def by_rule(gold: str, answer: str, policy: AnswerPolicy) -> bool | None:
     if halves[0] and halves[1] and halves[0].group(1).lower() != halves[1].group(1).lower():
         return False
     for one, other in ((gold, answer), (answer, gold)):
-        if claims.primed(claims.chain(one)[-1]) and not claims.primed(other):
+        sides = claims.chain(one)
+        if sides and claims.primed(sides[-1]) and not claims.primed(other):
             return False
     if (proportion := _same_ratio(gold, answer)) is not None:
         return proportion
