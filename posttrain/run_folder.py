@@ -390,3 +390,20 @@ def last_checkpoint(folder: str | Path) -> Path | None:
         return None
     found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := CHECKPOINT.match(path.name))]
     return max(found)[1] if found else None
+
+
+def cut_torn_line(file: IO[bytes]) -> None:
+    """Cut what follows the last newline, looking for it from the end: the file may be many gigabytes."""
+    end = file.seek(0, os.SEEK_END)
+    position = end
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            position = start + found + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)
+    file.seek(0, os.SEEK_END)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from posttrain.errors import RunFolderError
-from posttrain.run_folder import append_whole, write_text_atomically
+from posttrain.run_folder import append_whole, cut_torn_line, write_text_atomically
 
 Key = tuple[str, int]
 
@@ -86,7 +86,7 @@ class Journal:
         try:
             _lock(file, journal.path, patience_s)
             journal._settle(json.loads(json.dumps(settings)))
-            _cut_torn_line(file)
+            cut_torn_line(file)
         except BaseException:
             file.close()
             raise
@@ -163,20 +163,3 @@ def _lock(file: IO[bytes], path: Path, patience_s: float) -> None:
             if time.monotonic() >= deadline:
                 raise RunFolderError(f"{path} is being written by another process; wait for it or stop it") from None
             time.sleep(0.2)
-
-
-def _cut_torn_line(file: IO[bytes]) -> None:
-    """Cut what follows the last newline, looking for it from the end: the file may be many gigabytes."""
-    end = file.seek(0, os.SEEK_END)
-    position = end
-    while position > 0:
-        start = max(0, position - 65536)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            position = start + found + 1
-            break
-        position = start
-    if position < end:
-        file.truncate(position)
-    file.seek(0, os.SEEK_END)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from posttrain.errors import RunFolderError
 from posttrain.grpo.split.groups import RatedGroup, from_fields, to_line
-from posttrain.run_folder import is_disk_full
+from posttrain.run_folder import cut_torn_line, is_disk_full
 
 # A buffer that was killed may be writing its last line still.
 LOCK_SECONDS = 60.0
@@ -103,7 +103,8 @@ class Journal:
         if file is None:
             # Unbuffered: a line that failed must not be written later, out of a buffer that nobody sees.
             file = self._files[path] = open(path, "ab", buffering=0)  # noqa: SIM115 - until forget() or close()
-            cut_torn_line(path)
+            with open(path, "rb+") as found:
+                cut_torn_line(found)
         end = path.stat().st_size
         try:
             written = 0
@@ -118,23 +119,6 @@ class Journal:
                     "every group that was admitted is kept"
                 ) from error
             raise
-
-
-def cut_torn_line(path: Path) -> None:
-    """Cut what follows the last newline."""
-    end = path.stat().st_size
-    with open(path, "rb+") as file:
-        position = end
-        while position > 0:
-            start = max(0, position - 2**16)
-            file.seek(start)
-            found = file.read(position - start).rfind(b"\n")
-            if found >= 0:
-                position = start + found + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
