@@ -18,10 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.kernels.elementwise import elementwise, silu
-from posttrain.kernels.rms_norm import rms_norm
+from posttrain.kernels.rms_norm import add_rms_norm, rms_norm
 from posttrain.kernels.swiglu import swiglu
 
-__all__ = ["MIN_ROWS", "Linear", "RMSNorm", "SwiGLU", "elementwise", "has_hooks", "is_plain", "joint_linear", "silu"]
+__all__ = [
+    "MIN_ROWS",
+    "AddRMSNorm",
+    "Linear",
+    "RMSNorm",
+    "SwiGLU",
+    "elementwise",
+    "has_hooks",
+    "is_plain",
+    "joint_linear",
+    "silu",
+]
 
 # Fewest rows whose product has the bits that it has among more rows; measured on AVX-512 and AVX2, 1 to 4 threads.
 MIN_ROWS = 16
@@ -89,11 +100,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`gate`: shaped as x; the result is multiplied by silu(gate)."""
+        return rms_norm(x, self.weight, self.eps, gate=gate)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class AddRMSNorm(RMSNorm):
+    """(x, delta) -> (x + delta, RMSNorm of it); without a delta (x, RMSNorm of x). Each [..., D]."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):

@@ -1,4 +1,5 @@
-"""RMS normalisation, forward and backward. A program takes whole rows; the backward recomputes the norm from x.
+"""RMS normalisation, forward and backward, alone, of a sum or gated. A program takes whole rows; the backward computes the norm
+again from what was normed.
 
 The weight's gradient is summed by a fixed number of programs, each over its own rows in order, and their sums are added last:
 no atomics, the same bits in every run.
@@ -18,22 +19,35 @@ PROGRAMS = 396
 
 
 @triton.jit
-def rms_norm_forward_kernel(X, W, Y, rows, eps, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def rms_norm_forward_kernel(
+    X, DELTA, GATE, W, Y, SUM, rows, eps,
+    ADDED: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ADDED: SUM = X + DELTA, and that is normed, rounded as it is stored. GATED: Y is multiplied by silu(GATE)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < D)[None, :]
     at = row[:, None] * D + column[None, :]
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        rounded = (x + tl.load(DELTA + at, mask=inside, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
+        tl.store(SUM + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     w = tl.load(W + column, mask=column < D, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None] * w[None, :]
+    if GATED:
+        gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
+        y = y * (gate * tl.sigmoid(gate))
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rms_norm_backward_kernel(
-    X, W, G, DX, DW, rows, blocks, eps, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    X, GATE, W, G, GSUM, DX, DGATE, DW, rows, blocks, eps,
+    SUMMED: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """G is the gradient of the output; DW [programs, D] fp32 takes each program's share of the weight's gradient."""
+    """X is what was normed, G the gradient of Y, GSUM (SUMMED) that of X itself; DW [programs, D] fp32 takes each program's share
+    of the weight's gradient."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     w = tl.load(W + column, mask=column < D, other=0.0).to(tl.float32)
@@ -46,9 +60,17 @@ def rms_norm_backward_kernel(
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         unit = x * scale
+        if GATED:
+            gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
+            s = tl.sigmoid(gate)
+            dgate = g * unit * w[None, :] * s * (1 + gate * (1 - s))
+            tl.store(DGATE + at, dgate.to(DGATE.dtype.element_ty), mask=inside)
+            g = g * (gate * s)
         share += tl.sum(g * unit, axis=0)
         g = g * w[None, :]
         dx = scale * (g - unit * (tl.sum(g * unit, axis=1) / D)[:, None])
+        if SUMMED:
+            dx += tl.load(GSUM + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
     tl.store(DW + program.to(tl.int64) * D + column, share, mask=column < D)
 
@@ -58,27 +80,70 @@ def _tile(width: int) -> dict[str, int]:
     return {"D": width, "ROWS": max(1, TILE // padded), "WIDTH": padded}
 
 
+def _forward(x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-> y, and what was normed. All contiguous; x stands in for the tensors that are not there."""
+    dtype = x.dtype if delta is None else torch.promote_types(x.dtype, delta.dtype)
+    y, tile = torch.empty_like(x, dtype=dtype), _tile(x.shape[-1])
+    total = x if delta is None else torch.empty_like(y)
+    rows = x.numel() // x.shape[-1]
+    rms_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        x, x if delta is None else delta, x if gate is None else gate, weight, y, total, rows, eps,
+        ADDED=delta is not None, GATED=gate is not None, **tile, num_warps=8,
+    )  # fmt: skip
+    return y, total
+
+
+def _backward(
+    x: Tensor, weight: Tensor, eps: float, grad: Tensor, *, gate: Tensor | None = None, grad_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """-> gradients of what was normed, of the weight, and of the gate."""
+    grad, tile, width = grad.contiguous(), _tile(x.shape[-1]), x.shape[-1]
+    rows = x.numel() // width
+    blocks = triton.cdiv(rows, tile["ROWS"])
+    programs = min(blocks, PROGRAMS)
+    dx = torch.empty_like(x)
+    dgate = None if gate is None else torch.empty_like(gate)
+    shares = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    rms_norm_backward_kernel[(programs,)](
+        x, x if gate is None else gate, weight, grad, x if grad_sum is None else grad_sum.contiguous(), dx,
+        dx if dgate is None else dgate, shares, rows, blocks, eps,
+        SUMMED=grad_sum is not None, GATED=gate is not None, **tile, num_warps=8,
+    )  # fmt: skip
+    return dx, shares.sum(0).to(weight.dtype), dgate
+
+
 class TritonRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        y, tile = torch.empty_like(x), _tile(x.shape[-1])
-        rows = x.numel() // x.shape[-1]
-        grid = (triton.cdiv(rows, tile["ROWS"]),)
-        rms_norm_forward_kernel[grid](x, weight, y, rows, eps, **tile, num_warps=8)
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None) -> Tensor:
+        x, weight, gate = x.contiguous(), weight.contiguous(), None if gate is None else gate.contiguous()
+        y, _ = _forward(x, weight, eps, delta=None, gate=gate)
+        ctx.save_for_backward(x, weight, *(() if gate is None else (gate,)))
         ctx.eps = eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        grad, tile, width = grad.contiguous(), _tile(x.shape[-1]), x.shape[-1]
-        rows = x.numel() // width
-        blocks = triton.cdiv(rows, tile["ROWS"])
-        programs = min(blocks, PROGRAMS)
-        dx = torch.empty_like(x)
-        shares = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        rms_norm_backward_kernel[(programs,)](x, weight, grad, dx, shares, rows, blocks, ctx.eps, **tile, num_warps=8)
-        return dx, shares.sum(0).to(weight.dtype), None
+        x, weight, *gate = ctx.saved_tensors
+        dx, dweight, dgate = _backward(x, weight, ctx.eps, grad, gate=gate[0] if gate else None)
+        return dx, dweight, None, dgate
+
+
+class TritonAddRMSNorm(torch.autograd.Function):
+    """x + delta and its norm, whose gradients are added in the backward pass of the norm."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, weight, delta = x.contiguous(), weight.contiguous(), None if delta is None else delta.contiguous()
+        y, total = _forward(x, weight, eps, delta=delta, gate=None)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, None if delta is None else delta.dtype)
+        return total, y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_sum: Tensor, grad: Tensor):
+        total, weight = ctx.saved_tensors
+        dx, dweight, _ = _backward(total, weight, ctx.eps, grad, grad_sum=grad_sum)
+        own, others = ctx.dtypes
+        return dx.to(own), None if others is None else dx.to(others), dweight, None

@@ -110,11 +110,9 @@ class SSEMixerBase(nn.Module):
         probs, weight, index = self._route(narrow(self.e_proj), router_index)
         q1, k1, q2, k2, v, v2 = self._project(x, index, narrow)
         o = self._mix_parts((q1, k1, q2, k2, v, weight, index), self._gates(narrow), v2, parts, state)
-        y = self.o_norm(o).reshape(x.shape[0], -1)
-        if self.g_proj is not None:
-            y = y * silu(self.g_proj(x))
+        y = self.o_norm(o, None if self.g_proj is None else self._heads(self.g_proj(x)))
         balance = balance_loss(probs, index) if with_balance_loss else None
-        return MixerOutput(o=o, y=self.o_proj(y), balance_loss=balance, index=index)
+        return MixerOutput(o=o, y=self.o_proj(y.reshape(x.shape[0], -1)), balance_loss=balance, index=index)
 
     def _narrow_modules(self) -> list[nn.Module]:
         adapters = [self.lora_q_proj, self.lora_k_proj] if self.projections == "adapter" else []

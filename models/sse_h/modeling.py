@@ -24,7 +24,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from posttrain.kernels.recompute import keep_results
 from posttrain.models.cache import KVPool, SlotCache
-from posttrain.models.linear import Linear, RMSNorm, SwiGLU
+from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU
 from posttrain.models.loss import chunked_cross_entropy, shift_labels
 from posttrain.models.packing import Packing, Part, make_packing, make_parts
 from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
@@ -87,12 +87,12 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
         self.routed = kind in SSE_LAYER_TYPES
         self.mixer: nn.Module = make_sse_mixer(config, kind) if self.routed else AttentionMixer(config, layer_idx)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, step: Step, router_index: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [T, hidden] -> (x [T, hidden], balance loss or None, partitions [T, R] or None)."""
-        h = self.input_layernorm(x)
+        x, h = self.input_layernorm(x)
         state = step.cache.states[self.layer_idx] if step.cache is not None else None
         balance = index = None
         if self.routed:
@@ -103,13 +103,14 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
                 router_index=router_index,
                 with_balance_loss=step.with_balance_loss,
             )
-            x, balance, index = x + out.y, out.balance_loss, out.index
+            mixed, balance, index = out.y, out.balance_loss, out.index
         else:
             pool = {}
             if isinstance(state, KVPool | PagedKV):
                 pool = {"pool": state, "slots": step.slots or (), "starts": step.starts or (), "where": step.where}
-            x = x + self.mixer(h, lengths=step.lengths, rotary=step.rotary, **pool)
-        return x + self.mlp(self.post_attention_layernorm(x)), balance, index
+            mixed = self.mixer(h, lengths=step.lengths, rotary=step.rotary, **pool)
+        x, h = self.post_attention_layernorm(x, mixed)
+        return x + self.mlp(h), balance, index
 
 
 class SSEHPreTrainedModel(PreTrainedModel):

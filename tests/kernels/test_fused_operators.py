@@ -15,7 +15,7 @@ from posttrain.kernels.backend import on_device_of, use_fused_backend
 from posttrain.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from posttrain.kernels.linear_cross_entropy.chunked import _loss_and_gradient
 from posttrain.kernels.pair_map import log_decay, pair_map
-from posttrain.kernels.rms_norm import MAX_WIDTH, rms_norm
+from posttrain.kernels.rms_norm import MAX_WIDTH, add_rms_norm, rms_norm
 from posttrain.kernels.rotary import rotary
 from posttrain.kernels.swiglu import swiglu
 
@@ -67,12 +67,59 @@ def test_rms_norm(backend, dtype, shape):
     check(fused, truth, [randn(*shape), randn(shape[-1], seed=1)], dtype)
 
 
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 2304), (5, 7, 128), (1, 3), (70, 3, 16)])
+def test_gated_rms_norm(backend, dtype, shape):
+    def truth(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w * F.silu(gate)
+
+    def fused(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
+        return rms_norm(x, w, 1e-6, gate=gate, backend=backend)
+
+    check(fused, truth, [randn(*shape), randn(shape[-1], seed=1), randn(*shape, seed=2, scale=3)], dtype)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 2304), (5, 7, 128), (1, 3), (70, 3, 16)])
+def test_add_rms_norm(backend, dtype, shape):
+    def truth(x: Tensor, delta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + delta
+        return x, x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+
+    def fused(x: Tensor, delta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, delta, w, 1e-6, backend=backend)
+
+    check(fused, truth, [randn(*shape), randn(*shape, seed=3), randn(shape[-1], seed=1)], dtype)
+    alone = [randn(*shape), randn(shape[-1], seed=1)]
+    check(lambda x, w: fused(x, None, w), lambda x, w: truth(x, torch.zeros_like(x), w), alone, dtype)  # type: ignore[arg-type]
+
+
+def test_add_rms_norm_has_the_bits_of_its_parts_and_the_wider_dtype():
+    x, delta, w = (randn(9, 40, seed=i).float().to(DEVICE) for i in (0, 1, 2))
+    total, y = add_rms_norm(x, delta, w[0], 1e-6, backend="triton")
+    assert torch.equal(total, x + delta) and torch.equal(y, rms_norm(x + delta, w[0], 1e-6, backend="triton"))
+    low = delta.bfloat16().requires_grad_()
+    for a, b in ((x, low), (low, x)):
+        total, y = add_rms_norm(a, b, w[0], 1e-6, backend="triton")
+        assert total.dtype == y.dtype == torch.float32 and torch.equal(total, a + b)
+        (grad,) = torch.autograd.grad(y.sum() + total.sum(), low)
+        assert grad.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="delta must be shaped as x"):
+        add_rms_norm(x, delta[:, :1], w[0], 1e-6)
+    with pytest.raises(ValueError, match="gate must be shaped as x"):
+        rms_norm(x, w[0], 1e-6, gate=delta[:1])
+
+
 def test_rms_norm_of_many_rows_sums_the_weights_gradient_over_all_programs(monkeypatch):
     from posttrain.kernels.rms_norm import triton_rms_norm
 
     monkeypatch.setattr(triton_rms_norm, "PROGRAMS", 3)
     monkeypatch.setattr(triton_rms_norm, "TILE", 64)
     test_rms_norm("triton", torch.float32, (67, 16))
+    test_gated_rms_norm("triton", torch.float32, (67, 16))
+    test_add_rms_norm("triton", torch.float32, (67, 16))
 
 
 def test_rms_norm_keeps_the_dtype_of_x_and_takes_weights_of_another():
