@@ -35,7 +35,8 @@ def paged_attention(
         table: int32 [slots, W], pages of each slot in order. slots, positions: int64 [B]; a negative slot is padding.
         scale: D^-1/2 by default.
         backend: "torch", "triton", or None for the best one here. Triton reads nothing back, so it fits a CUDA graph, splits a
-            sequence into ranges that depend on its length alone, and takes pages of 16 to 128 rows and D up to 256.
+            sequence into ranges that depend on its length alone, and takes pages of 16 to 128 rows and D up to 256, where a
+            page of keys and one of values have 160 KiB at most.
 
     Returns:
         [B, H, D] in q's dtype, zeros for padding. A sequence's numbers do not depend on the others.

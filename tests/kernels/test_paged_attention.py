@@ -88,6 +88,17 @@ def test_bf16_on_a_gpu(heads):
     assert torch.equal(again, found)
 
 
+def test_pages_too_large_for_shared_memory_are_refused():
+    pytest.importorskip("triton")
+    t = {n: a.float().to(DEVICE) for n, a in make_case(CASES["pages"]).items()}
+    t |= {n: torch.zeros(1, 3, 128, 256, device=DEVICE) for n in ("keys", "values")} | {
+        "q": torch.zeros(7, 3, 256, device=DEVICE)
+    }
+    where = {n: t[n][:, :1].int() if n == "table" else t[n].long() for n in ("table", "slots", "positions")}
+    with pytest.raises(ValueError, match="use shorter pages"):
+        paged_attention(**{**t, **where}, backend="triton")
+
+
 def test_wrong_shapes_are_refused():
     t = make_case(CASES["grouped"])
     for changes, message in (
