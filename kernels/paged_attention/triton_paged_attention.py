@@ -62,8 +62,8 @@ def paged_attention_kernel(
     width, heads, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, WD: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A query a key head. PART [B, H, SPLITS, D] fp32 unnormalised outputs, STATS [B, H, SPLITS, 2] maximum and sum; the maximum is
-    one of exponents of two. Grid (B * H, SPLITS)."""
+    """A query a key head. PART [B, H, SPLITS, D] fp32 unnormalised outputs, STATS [B, H, SPLITS, 2] maximum and sum, both in
+    powers of two. Grid (B * H, SPLITS)."""
     b, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     slot, last, first, end = _range(SLOTS, POSITIONS, b, split, width, PAGE, SPLITS, LEAST)
     if first >= end:

@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, power_of_two
+
 # Numbers that a program holds at a time; narrow rows are taken several at once.
 TILE = 4096
-# Programs of the backward pass: three fit on each of the 132 multiprocessors of an H200.
-PROGRAMS = 396
+# Programs of the backward pass: two fit on each of the 132 multiprocessors of an H200, with the rows of two more steps on
+# their way.
+PROGRAMS, STAGES = 264, 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_forward_kernel(
     X, DELTA, GATE, W, Y, SUM, rows, eps,
     ADDED: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -41,18 +44,18 @@ def rms_norm_forward_kernel(
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def rms_norm_backward_kernel(
     X, GATE, W, G, GSUM, DX, DGATE, DW, rows, blocks, eps,
-    SUMMED: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SUMMED: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """X is what was normed, G the gradient of Y, GSUM (SUMMED) that of X itself; DW [programs, D] fp32 takes each program's share
     of the weight's gradient."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     w = tl.load(W + column, mask=column < D, other=0.0).to(tl.float32)
-    share = tl.zeros([WIDTH], dtype=tl.float32)
-    for block in range(program, blocks, tl.num_programs(0)):
+    share = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    for block in tl.range(program, blocks, tl.num_programs(0), num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
         at = row[:, None] * D + column[None, :]
@@ -66,18 +69,21 @@ def rms_norm_backward_kernel(
             dgate = g * unit * w[None, :] * s * (1 + gate * (1 - s))
             tl.store(DGATE + at, dgate.to(DGATE.dtype.element_ty), mask=inside)
             g = g * (gate * s)
-        share += tl.sum(g * unit, axis=0)
+        share += g * unit
         g = g * w[None, :]
         dx = scale * (g - unit * (tl.sum(g * unit, axis=1) / D)[:, None])
         if SUMMED:
             dx += tl.load(GSUM + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
-    tl.store(DW + program.to(tl.int64) * D + column, share, mask=column < D)
+    tl.store(DW + program.to(tl.int64) * D + column, tl.sum(share, axis=0), mask=column < D)
 
 
 def _tile(width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     return {"D": width, "ROWS": max(1, TILE // padded), "WIDTH": padded}
+
+
+_forward_launch, _backward_launch = Launch(rms_norm_forward_kernel), Launch(rms_norm_backward_kernel)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -86,10 +92,9 @@ def _forward(x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None, gat
     y, tile = torch.empty_like(x, dtype=dtype), _tile(x.shape[-1])
     total = x if delta is None else torch.empty_like(y)
     rows = x.numel() // x.shape[-1]
-    rms_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-        x, x if delta is None else delta, x if gate is None else gate, weight, y, total, rows, eps,
-        ADDED=delta is not None, GATED=gate is not None, **tile, num_warps=8,
-    )  # fmt: skip
+    tensors = (x, x if delta is None else delta, x if gate is None else gate, weight, y, total)
+    options = {"ADDED": delta is not None, "GATED": gate is not None, **tile, "num_warps": 8}
+    _forward_launch((cdiv(rows, tile["ROWS"]),), tensors, (rows, eps), options)
     return y, total
 
 
@@ -97,25 +102,24 @@ def _backward(
     x: Tensor, weight: Tensor, eps: float, grad: Tensor, *, gate: Tensor | None = None, grad_sum: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """-> gradients of what was normed, of the weight, and of the gate."""
-    grad, tile, width = grad.contiguous(), _tile(x.shape[-1]), x.shape[-1]
+    grad, tile, width = aligned(grad), _tile(x.shape[-1]), x.shape[-1]
     rows = x.numel() // width
-    blocks = triton.cdiv(rows, tile["ROWS"])
+    blocks = cdiv(rows, tile["ROWS"])
     programs = min(blocks, PROGRAMS)
     dx = torch.empty_like(x)
     dgate = None if gate is None else torch.empty_like(gate)
     shares = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    rms_norm_backward_kernel[(programs,)](
-        x, x if gate is None else gate, weight, grad, x if grad_sum is None else grad_sum.contiguous(), dx,
-        dx if dgate is None else dgate, shares, rows, blocks, eps,
-        SUMMED=grad_sum is not None, GATED=gate is not None, **tile, num_warps=8,
-    )  # fmt: skip
+    passed = x if grad_sum is None else aligned(grad_sum)
+    tensors = (x, x if gate is None else gate, weight, grad, passed, dx, dx if dgate is None else dgate, shares)
+    options = {"SUMMED": grad_sum is not None, "GATED": gate is not None, **tile, "STAGES": STAGES, "num_warps": 8}
+    _backward_launch((programs,), tensors, (rows, blocks, eps), options)
     return dx, shares.sum(0).to(weight.dtype), dgate
 
 
 class TritonRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None) -> Tensor:
-        x, weight, gate = x.contiguous(), weight.contiguous(), None if gate is None else gate.contiguous()
+        x, weight, gate = aligned(x), aligned(weight), None if gate is None else aligned(gate)
         y, _ = _forward(x, weight, eps, delta=None, gate=gate)
         ctx.save_for_backward(x, weight, *(() if gate is None else (gate,)))
         ctx.eps = eps
@@ -134,7 +138,7 @@ class TritonAddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x, weight, delta = x.contiguous(), weight.contiguous(), None if delta is None else delta.contiguous()
+        x, weight, delta = aligned(x), aligned(weight), None if delta is None else aligned(delta)
         y, total = _forward(x, weight, eps, delta=delta, gate=None)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.dtypes = eps, (x.dtype, None if delta is None else delta.dtype)
