@@ -187,7 +187,7 @@ class Bench:
             "model": name, "context": context, "mean_context": mean, "sequences": running,
             "decode_tokens_per_s": tokens / seconds, "step_ms": seconds / steps * 1e3, "floor_ms": floor * 1e3,
             "share_of_floor": floor / (seconds / steps), "floor_tokens_per_s": running / floor, "prefill_tokens_per_s": prefill,
-            "retracted": generator.retracted,
+            "retracted": generator.counts["retracted"],
             "state_bytes": generator.memory.slots * generator.memory.slot_bytes,
             "kv_bytes": (generator.memory.pages or 0) * generator.memory.page_bytes, "peak_bytes": peak,
         }  # fmt: skip

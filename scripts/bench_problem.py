@@ -231,8 +231,15 @@ def build_attention(p: Problem) -> Call:
 
 
 def build_fla_gdn(p: Problem) -> Call:
-    """flash-linear-attention's plain gated delta rule on the shared partition's inputs."""
+    """flash-linear-attention's plain gated delta rule on the shared partition's inputs.
+
+    Its backward refuses Hopper with Triton 3.4 to 3.7.0, which compile one of its kernels wrongly (issue 640 there). The refusal
+    is switched off: the gradients may be wrong, the time is that of the same kernels.
+    """
+    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
 
     q, k, g, b, v = (p.tensors[n] for n in ("q1", "k1", "g1", "b1", "v"))
 

@@ -24,7 +24,7 @@ TITLES = {
     "sse-packed": "**ours** n4k1, sequences of 512",
     "sse-recompute": "**ours** n4k1, states recomputed",
     "sse-gdn": "**ours** SSE-GDN n4k1",
-    "fla-gdn": "fla `chunk_gated_delta_rule`",
+    "fla-gdn": "fla `chunk_gated_delta_rule` (past its refusal of Hopper)",
 }
 PASSES = {"both": "Forward and backward", "forward": "Forward"}
 # What is divided by what, with the goal.

@@ -133,7 +133,9 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     ]
     if args.unfused:
         found.append(Variant(name="SSE-H-2B, unfused", fields=hybrid, around=lambda: use_fused_backend("torch")))
-    return [v for v in found if not args.only or any(part.lower() in v.name.lower() for part in args.only)]
+    wanted = [part.lower() for part in args.only or [""]]
+    exact = {v.name.lower() for v in found}
+    return [v for v in found if any(part == v.name.lower() if part in exact else part in v.name.lower() for part in wanted)]
 
 
 def build(variant: Variant, args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -347,7 +349,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", help="packed tokens a step (default: 8192 32768)")
     parser.add_argument("--sequences", type=int, default=1, help="equal sequences that the tokens are cut into (default: 1)")
     parser.add_argument("--precision", choices=["bf16", "autocast"], default="bf16")
-    parser.add_argument("--only", nargs="+", help="variants whose names contain one of these")
+    parser.add_argument("--only", nargs="+", help="variants of these names, or whose names contain these")
     parser.add_argument("--unfused", action="store_true", help="also SSE-H without the small fused operators")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel (GPU only)")
     parser.add_argument("--every-n-layers", type=int, default=1, help="checkpoint one layer in so many (default: 1)")
