@@ -206,11 +206,13 @@ def _walk(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KDIV: tl.constexpr, HALF: tl.constexpr,
     BC: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # The row numbers of a chunk are loaded a step before its rows: what is loaded inside a step is not looked through.
+    row = chunk_rows(rows, tl.where(count > 0, first, 0), C, BC)
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = first + step
+        row_of_following = chunk_rows(rows, tl.minimum(chunk + 1, first + count - 1), C, BC)
         where, mask = state_offsets(chunk, head, heads, K, V, 0, v0, KW, BV)
         tl.store(boundary + where, state.to(boundary.dtype.element_ty), mask=mask)
-        row = chunk_rows(rows, chunk, C, BC)
         high, low, end_high, end_low = load_total(total, chunk, head, heads, C, BC)
         kv = load_rows(k, row // KDIV, row >= 0, head, heads, K, 0, KW)
         wv = load_tile(w, chunk, head, heads, C, K, 0, BC, KW)
@@ -218,6 +220,7 @@ def _walk(
         store_tile(u, correction, chunk, head, heads, C, V, v0, BC, BV)
         to_end = tl.exp((end_high - high) + (end_low - low))
         state = state * tl.exp(end_high + end_low) + dot(turned(kv, HALF), correction * to_end[:, None], HALF)
+        row = row_of_following
     return state
 
 

@@ -65,11 +65,12 @@ def _walk_back(
     ODIV: tl.constexpr, READ: tl.constexpr, HALF: tl.constexpr,
     BC: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    row = chunk_rows(rows, tl.where(count > 0, first + count - 1, 0), C, BC)
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = first + count - 1 - step
+        row_of_following = chunk_rows(rows, tl.maximum(chunk - 1, first), C, BC)
         where, mask = state_offsets(chunk, head, heads, K, V, 0, v0, KW, BV)
         tl.store(dboundary + where, dstate.to(dboundary.dtype.element_ty), mask=mask)
-        row = chunk_rows(rows, chunk, C, BC)
         valid = row >= 0
         high, low, end_high, end_low = load_total(total, chunk, head, heads, C, BC)
         from_start = tl.exp(high + low)
@@ -82,6 +83,7 @@ def _walk_back(
         store_tile(z, zv, chunk, head, heads, C, V, v0, BC, BV)
         zv *= (from_start * load_scalars(b, row // BDIV, valid, head, heads))[:, None]
         dstate = dstate * tl.exp(end_high + end_low) + dot(turned(qv, HALF), dov, HALF) - dot(turned(kv, HALF), zv, HALF)
+        row = row_of_following
     return dstate
 
 

@@ -54,7 +54,7 @@ class Sizes:
         """Of a kernel along streams, which holds all K rows of a state; few columns, since the steps wait for each other."""
         width = self.block(self.K, 256)
         columns = 32 if self.HALF and self.BC <= 64 else 16
-        # Loads for the next chunk run ahead (a stage for the row numbers, one for the rows) where shared memory holds two chunks.
+        # Loads of the next chunks run ahead where shared memory holds three of them.
         stages = 3 if self.HALF and width * self.BC <= 128 * 64 else 1
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return own | dict(
@@ -238,7 +238,9 @@ def gradients(
     """-> per kind the gradients by name (v where the kinds' values are separate), of v where they are not, of the weight."""
     s = c.sizes
     # Two blocks of values or more, where they fit: of one block the compiler would load everything ahead, past its registers.
-    shape = s.parallel(128, min(64, power_of_two(s.V) // 2), warps=8 if s.BC <= 64 else 16)
+    # Products in fp32 give a warp 16 rows: more warps would hold the rows' sums twice, and write them to the same shared memory.
+    warps = (8 if s.BC <= 64 else 16) if s.HALF else max(1, s.BC // 16)
+    shape = s.parallel(128, min(64, power_of_two(s.V) // 2), warps=warps)
     blocks = cdiv(s.K, shape["BK"])
     dv = None if separate else TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     found, dweight = [], None
