@@ -2,7 +2,7 @@
 
 parameters     from the fields of the model (posttrain.models.sizes)
 training       weights, gradients, AdamW and activations of one process, by dtype and ZeRO stage
-generation     state, unfinished chunks and keys/values a sequence
+generation     state, unfinished chunks and keys/values a sequence, as a GPU keeps them
 tokens         a step, a stage, the run; upper bounds, since completions and samples end before their limits
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from posttrain.config import SUITES, DataSource, Recipe, dump_recipe
 from posttrain.config.consistency import grpo_processes
 from posttrain.errors import CheckpointError, DataError
+from posttrain.models.hub import check_path
 from posttrain.models.sizes import DEFAULTS, PAPER_SIZES, SSE_LAYER_TYPES, parameter_counts, resolve, state_bytes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,16 +49,42 @@ class Estimate:
         return "\n".join(lines)
 
 
-def check(recipe: Recipe) -> int:
+def check(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
     """Print the resolved recipe and its estimate; 0, or an error that says what is missing.
 
+    A checkpoint that the recipe itself names may be made later; one that an override names must be there.
+
     Raises:
-        CheckpointError: the checkpoint folder of the recipe has no usable config.json.
+        CheckpointError: a checkpoint among the overrides is neither a folder nor a hub id, or one has no usable config.json.
         DataError: a local data file is missing, or its first row lacks a column.
     """
+    given = {text.partition("=")[2].strip() for text in overrides if text.startswith(("model=", "model.path="))}
+    result = estimate(recipe)
+    for name in _checkpoints(recipe):
+        try:
+            check_path(name)
+        except CheckpointError as error:
+            if name in given:
+                raise
+            result.add("model", "not there yet", str(error))
     print(dump_recipe(recipe))
-    print(estimate(recipe).text())
+    print(result.text())
     return 0
+
+
+def _checkpoints(recipe: Recipe) -> list[str]:
+    """Folders and hub ids that the stages would load; not the names that a server knows its models by."""
+    stages, names = set(recipe.stages), []
+    evaluates = "eval" in stages and recipe.eval.backend.kind != "openai"
+    starts = bool({"sft", "grpo"} & stages) or (evaluates and not recipe.eval.models)
+    if recipe.model.path is not None and starts and not (Path(recipe.run_dir) / "base").is_dir():
+        names.append(recipe.model.path)
+    if evaluates:
+        names += [name for name in recipe.eval.models if name not in ("base", "sft", "grpo")]
+    teacher = recipe.distill.teacher
+    if "distill" in stages and teacher is not None and teacher.kind != "openai":
+        names.append(str(teacher.model))
+    return names
 
 
 def estimate(recipe: Recipe) -> Estimate:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 
+from posttrain.rewards.units import is_unit, without_unit
+
 _SEPARATOR = re.compile(
-    r"\\text\s*\{\s*,?\s*(?:or|and|ou|oder)\s*\}|\\(?:lor|vee|mid)\b|(?<![\\A-Za-z])(?:or|and|ou|oder)(?![A-Za-z])|或者?|или|또는"
-    r"|(?<!\\)[,;，、；]|\\\\|\\(?:q?quad|cr|newline)\b",
+    r"\\text\s*\{\s*,?\s*(?:or|and|ou|oder)\s*\}|\\(?:lor|vee|mid)(?![A-Za-z])|(?<![\\A-Za-z])(?:or|and|ou|oder)(?![A-Za-z])|或者?|или|또는"
+    r"|(?<!\\)[,;，、；]|\\\\|\\(?:q?quad|cr|newline)(?![A-Za-z])",
     re.IGNORECASE,
 )
-_COMMA = re.compile(r"[,;，、；]|\\\\|\\(?:q?quad|cr|newline)\b")
+_COMMA = re.compile(r"[,;，、；]|\\\\|\\(?:q?quad|cr|newline)(?![A-Za-z])")
 _OPENING, _CLOSING = "([{", ")]}"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\})\d{3})+(?![\d,])")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
-_ARROW = re.compile(r"\\(?:to|rightarrow|longrightarrow|Rightarrow|Longrightarrow|implies|mapsto|leadsto|equiv)\b|⇒|→|≡")
+_ARROW = re.compile(
+    r"\\(?:to|rightarrow|longrightarrow|Rightarrow|Longrightarrow|implies|mapsto|leadsto|equiv)(?![A-Za-z])|⇒|→|≡"
+)
+_APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq|thickapprox)(?![A-Za-z])|≈")
 _EQUALS = re.compile(r"(?<![<>!:\\=])=(?!=)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textnormal|textrm|mathrm|mathbf|mathit|mbox|operatorname)\b\s*\*?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -27,7 +32,7 @@ _HEDGES = frozenset(
     for line in (
         "not nor neither either maybe perhaps possibly probably if unless otherwise else between least most than except",
         "versus vs to through until within wrong incorrect false untrue too",
-        "ruled excluded rejected impossible unlikely invalid cannot never oder ou nicht nie",
+        "ruled excluded rejected impossible unlikely invalid cannot never bound oder ou nicht nie",
     )
     for word in line.split()
 )
@@ -35,8 +40,10 @@ _HEDGING_CHARACTERS = re.compile(r"(?<!\w)не(?!\w)|不是|并非|‰|n['’]t\
 # What follows a number and makes it another one; `12\text{ units squared}` stays 12.
 _CHANGED = re.compile(
     r"\d\s*(?:squared|cubed|factorial|below zero|per mille|basis points?"
-    r"|halves|thirds|fourths|fifths|(?:six|eigh|ten|hundred|thousand)ths"
+    r"|halves|thirds|fourths|fifths|(?:six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths"
+    r"|minus|plus|times \d|divided|multiplied|doubled|tripled|halved|(?:in|de)creased|reduced"
     r"|point (?:zero|one|two|three|four|five|six|seven|eight|nine))\b"
+    r"|\b(?:minus|negative|twice|double|triple|half(?: of)?)\s*-?\d"
 )
 _SCALES = {
     "dozen": "12",
@@ -54,7 +61,10 @@ _PRIME = re.compile(r"(?<=[A-Za-z)}])(?:\s*'|\s*\^\s*\{?\s*\\prime)")
 _HEDGED_SENTENCE = re.compile(
     r"\b(?:not|n't|nor|neither|either|between|maybe|perhaps|possibly|less than|more than|fewer than|greater than|at least|at most"
     r"|anything but|other than|besides"
-    r"|one of)\b|\(or\b|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
+    r"|one of|if|unless|minus|negative|twice|double|half of|below zero|squared|cubed|times \d+)\b|\(or\b"
+    r"|(?:\d|[\s:$][a-z])\s*(?:[<>≤≥]=?|\\(?:leq?|geq?|lt|gt)(?![a-z]))\s*[-$\d]"
+    rf"|\d\s*(?:to|&|[-–]{{2}}|\.\.+)\s*\d|\d\s+(?:{'|'.join(_SCALES)})s?\b"
+    r"|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"\d\s*[,;]\s*(?:(?:and|or)\s+)?[-$\\(]*\d")
@@ -62,7 +72,13 @@ _LAST_CHOICE = re.compile(r"[\d}$)]\s+(?:or|oder|ou|o|или)\s+[-$\\(]*[\d][^\s
 _DENIED_LAST = re.compile(r"(?:(?:\bnot|n['’]t)\s+|不是\s*)[-$\\(]*\d[^\s。]*[.!。\s]*$")
 _RUN = re.compile(r"(?:\d+(?:\s*[,;]\s*|\s+)(?:\.\.\.\s*)?){4,}\d+[.!\s]*$")
 _UNCERTAIN = re.compile(r"\^\s*\{?\s*\+[^{}]*\}?\s*_\s*\{?\s*-|_\s*\{?\s*-[^{}]*\}?\s*\^\s*\{?\s*\+")
-_BOUND = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[gln]eq?|gt|lt|geqslant|leqslant)\b)")
+_BOUND = re.compile(
+    r"\s*(?:[<>≤≥≠¬≲≳]|\\(?:[gln]eq?|gt|lt|geqslant|leqslant|ll|gg|lesssim|gtrsim|prec|succ|neg|lnot|not)(?![A-Za-z]))"
+)
+_UNKNOWN_AFTER_NUMBER = re.compile(r"(?<![\w\\])\d+(?:\.\d+)?([a-z])(?![\w(])")
+_LETTER = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?![A-Za-z])")
+_POLES = re.compile(r"\\[dtc]?frac|/|\\div|\^\s*\{?\s*(?:-|0)|\\log_\s*\{?\s*[a-z]")
+_BINDERS = re.compile(r"\\(?:lim|sum|prod|int|max|min|sup|inf|gcd|text|mathrm|operatorname)")
 _LETTERS = "A-J"
 _OPTION = re.compile(rf"\(\s*([{_LETTERS}])\s*\)|([{_LETTERS}])(?=\s*[.):]|\s*$)|([{_LETTERS}])(?=\s+[-\d$])")
 
@@ -122,7 +138,10 @@ def _words(text: str) -> set[str]:
 
 def hedged_sentence(text: str) -> bool:
     """The same for an answer within a sentence: "The answer is not 15", "15 or 16", "8, 9", "less than 15"."""
-    return _HEDGED_SENTENCE.search(text) is not None or _LISTED.search(_THOUSANDS.sub("0", text)) is not None
+    if _HEDGED_SENTENCE.search(text) or _LISTED.search(_THOUSANDS.sub("0", text)):
+        return True
+    # math-verify reads 4 from "4x"
+    return any(not is_unit(match.group(1)) for match in _UNKNOWN_AFTER_NUMBER.finditer(text))
 
 
 def ends_in_a_choice(text: str) -> bool:
@@ -139,6 +158,16 @@ def scaled(text: str) -> str | None:
     rest = (match["rest"] or "").rstrip("}").strip()
     unit = rf"\text{{ {rest}}}" if rest and match["rest"].endswith("}") else rest
     return text[: match.start()] + rf"\cdot {_SCALES[match['scale']]}" + unit + text[match.end() :]
+
+
+def divides_by_a_symbol(text: str) -> bool:
+    """Whether an answer has a variable in it that may be zero where it must not: `x/x` is no number, though sympy makes it 1."""
+    said = chain(text)[-1] if chain(text) else text
+    said = without_unit(said)
+    if not _POLES.search(said) or _BINDERS.search(said):
+        return False
+    said = re.sub(r"\\[a-zA-Z]+|(?<=[\w}])'+", " ", said)
+    return any(letter not in "eidIE" for letter in _LETTER.findall(said))
 
 
 def primed(text: str) -> bool:
@@ -166,6 +195,17 @@ def chain(text: str) -> list[str]:
             start = match.end()
     sides.append(text[start:])
     return [side.strip() for side in sides if side.strip()]
+
+
+def approximations(text: str) -> list[str]:
+    r"""The sides of `\sqrt 2 \approx 1.41`; an answer that begins with the sign has one."""
+    return [side.strip() for side in _APPROXIMATELY.split(text) if side.strip()]
+
+
+def names_each(values: list[str]) -> bool:
+    """Whether every value is assigned to a name of its own: `x=1`, `y=2`. Their order says which is which."""
+    names = [re.match(r"([^=<>]+)=[^=]+$", value) for value in values]
+    return all(names) and len({name.group(1).strip() for name in names if name}) == len(values)
 
 
 def bare_numbers(text: str) -> bool:
@@ -196,6 +236,8 @@ def names_option(letter: str, answer: str) -> bool:
     rest = text[found.end() :].lstrip(".): ")
     if re.match(r"[-+*/|&=,;<>]|\\(?:cup|cap|lor|vee|land|wedge|mid|or|and)\b", rest) and not re.match(r"-?[\d.]", rest):
         return False
+    if re.fullmatch(r"(?:all|none|both) of (?:the above|these|them)\.?", rest, re.IGNORECASE):
+        return True
     others = re.findall(r"(?<![A-Za-z\\])([A-Z])(?![A-Za-z])", rest)
     return not (set(others) & set("ABCDEFGHIJ")) and not (_words(rest) & (_HEDGES | {"or", "and", "also", "both", "all"}))
 

@@ -18,18 +18,18 @@ from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Abs, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple, Union
+from sympy import Abs, Add, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple, Union
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Equality, Relational
 from sympy.logic.boolalg import And
 
 from posttrain.rewards import claims, units
 from posttrain.rewards.normalise import clean
-from posttrain.rewards.numbers import differ, is_number, same_number, same_set, with_fractions
+from posttrain.rewards.numbers import UNCOMPUTABLE, computed, differ, gives, is_number, same_number, same_set, with_fractions
 from posttrain.rewards.policy import DEFAULT, AnswerPolicy
-from posttrain.rewards.texts import by_rule, squeeze
+from posttrain.rewards.texts import by_rule, squeeze, with_colons
 
-_CODE = re.compile(r"__|\w\s*\(\s*[\"']|(?<!\\)\blambda\b|\bimport\b")
+_CODE = re.compile(r"__|\w\s*\(\s*[\"']|(?<!\\)\blambda\b|\bimport\b|\\verb\b")
 _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
 )
@@ -110,20 +110,23 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
         return False
     if squeeze(cleaned) == squeeze(gold.text):
         return True
-    if (product := claims.scaled(cleaned)) is not None:
-        whole = read_gold(claims.scaled(gold.text) or gold.text)
-        return whole is not None and _matches_alone(whole, product, policy)
-    if (
-        (product := claims.scaled(gold.text)) is not None
-        and (whole := read_gold(product))
-        and _matches_alone(whole, answer, policy)
-    ):
-        return True
+    if (scaled := _matches_scaled(gold, answer, cleaned, policy)) is not None:
+        return scaled
+    if gold.text.startswith("("):
+        cleaned = re.sub(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)", "", cleaned)  # a point's own name
+    if ":" in gold.text:
+        cleaned = with_colons(cleaned)
     decided = by_rule(gold.text, cleaned, policy)
     if decided is not None:
         return decided
-    if policy.ordered_lists and len(golds := claims.several(gold.text)) > 1:
-        return _matches_in_order(golds, claims.several(cleaned), policy)
+    if len(sides := claims.approximations(cleaned)) > 1 and len(claims.approximations(gold.text)) == 1:
+        return _rounds(sides) and any(_matches_alone(gold, side, policy) for side in sides)
+    golds = claims.several(gold.text)
+    without_names = claims.names_each(golds) and "=" not in cleaned
+    if len(golds) > 1 and (policy.ordered_lists or without_names):
+        parts = claims.several(cleaned.replace(",", ", ") if without_names else cleaned)
+        if policy.ordered_lists or len(parts) == len(golds):
+            return _matches_in_order(golds, parts, policy)
     if _names_one(gold):
         parts = claims.several(cleaned, words_only=isinstance(gold.parsed[0], (Interval, Tuple)) and "(" not in cleaned[1:])
         if len(parts) > 1:
@@ -138,11 +141,32 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
     return not _overclaims(gold, cleaned, policy)
 
 
+def _matches_scaled(gold: Gold, answer: str, cleaned: str, policy: AnswerPolicy) -> bool | None:
+    """The verdict where a side says "million" or the like; None where neither does, or the gold alone and it may be a unit."""
+    if (product := claims.scaled(cleaned)) is not None:
+        whole = read_gold(claims.scaled(gold.text) or gold.text)
+        return whole is not None and _matches_alone(whole, product, policy)
+    product = claims.scaled(gold.text)
+    whole = read_gold(product) if product else None
+    return True if whole and _matches_alone(whole, answer, policy) else None
+
+
+def _rounds(sides: Sequence[str]) -> bool:
+    r"""Whether each number before a sign of approximation rounds to the one behind: `\sqrt2\approx 1.41`."""
+    read = [parsed[0] if (parsed := _parse_alone(clean(side.split("=")[-1]))) else None for side in sides]
+    return all(
+        not (is_number(first) and is_number(second))
+        or computed(gives, first, second, right)
+        or computed(gives, second, first, left)
+        for first, second, left, right in zip(read, read[1:], sides, sides[1:], strict=False)
+    )
+
+
 def _other_currency(gold: Gold, answer: str, cleaned: str) -> bool:
     """Whether both sides name what they are counted in, one of them by a currency's sign, and not the same."""
     first = gold.currency or units.unit_of(gold.text)
     second = units.currency_of(answer) or units.unit_of(cleaned)
-    return first is not None and second is not None and first != second and "pct" not in (first, second)
+    return units.different(first, second) and "pct" not in (first, second)
 
 
 def _matches_in_order(golds: list[str], parts: list[str], policy: AnswerPolicy) -> bool:
@@ -161,6 +185,8 @@ def _names_one(gold: Gold) -> bool:
 
 def _overclaims(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
     """Whether an answer whose value matches says more than that value, or takes it back."""
+    if is_number(gold.parsed[0]) and claims.divides_by_a_symbol(answer):
+        return True
     if claims.hedged(gold.text, answer, single=_names_one(gold)) or (policy.units == "check" and units.clash(gold.text, answer)):
         return True
     if units.compound(answer) and not units.compound(gold.text):
@@ -219,18 +245,13 @@ def _both_signs(text: str) -> str:
 
 
 def _agree(gold: Gold, answer: Sequence[Basic | str], policy: AnswerPolicy) -> bool:
-    if not answer:
-        return False
-    try:
-        return _equal_values(gold, answer, policy)
-    except (MemoryError, RecursionError):
-        raise  # the worker ends itself
-    except Exception:  # noqa: BLE001 - sympy raises anything on what a model wrote; what cannot be computed is not equal
-        return False
+    return bool(answer) and computed(_equal_values, gold, answer, policy)
 
 
 def _equal_values(gold: Gold, answer: Sequence[Basic | str], policy: AnswerPolicy) -> bool:
     first, second = gold.parsed[0], answer[0]
+    if is_number(first) and isinstance(second, Equality) and _to_be_solved(second.lhs):
+        return False
     numeric = same_number(_last_side(first, second), _last_side(second, first), policy)
     if numeric is None:
         numeric = same_set(first, second, policy)
@@ -254,6 +275,8 @@ def _last_side(value: Any, other: Any) -> Any:
     if isinstance(other, (Relational, And)) or not isinstance(value, (Relational, And)):
         return value
     last = value.args[-1] if isinstance(value, And) else value
+    if isinstance(last, Equality) and isinstance(last.rhs, Symbol) and is_number(last.lhs):
+        return last.lhs
     return last.rhs if isinstance(last, Equality) and _names_a_value(last.lhs) else value
 
 
@@ -262,16 +285,18 @@ def _names_a_value(side: Basic) -> bool:
     return isinstance(side, (Symbol, Abs)) or not side.free_symbols or not side.is_Add
 
 
+def _to_be_solved(side: Basic) -> bool:
+    """Whether a left side is a sum in one unknown: `x + 1 = 4` says 3, though math-verify takes the right side."""
+    return isinstance(side, Add) and len(side.free_symbols) == 1 and bool(side.is_polynomial())
+
+
 def _same_solutions(first: Any, second: Any) -> bool:
     """Whether two inequalities in one unknown hold for the same numbers: `2x > 6` and `x > 3`."""
     if first.free_symbols != second.free_symbols or len(first.free_symbols) != 1:
         return False
     if isinstance(first, Equality) or isinstance(second, Equality):
         return False
-    try:
-        return bool(first.as_set() == second.as_set())
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return False  # sympy cannot solve it
+    return computed(lambda: bool(first.as_set() == second.as_set()))
 
 
 def _same_union(gold: Gold, answer: str) -> bool:
@@ -295,8 +320,8 @@ def _described(text: str) -> Any:
         return None
     try:
         return Union(*(part.as_set() for part in read))  # type: ignore[union-attr]
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return None  # sympy cannot solve it
+    except UNCOMPUTABLE:
+        return None
 
 
 def _verify(gold, answer) -> bool:

@@ -3,8 +3,7 @@ r"""Where a model's answer stands in its output. Plain string scans, linear in t
 With the default policy (`posttrain.rewards.policy` has the others), in order:
  1. Only the last `MAX_OUTPUT` characters count, and where a thinking block closes (`</think>`), only what follows it.
     A thinking block that never closes holds no answer, nor does a second one.
- 2. The last `\boxed{...}` with balanced braces. A last box that was cut off is no answer: what stood in an earlier box
-    was given up by the model.
+ 2. The last `\boxed{...}`, with what its sentence says about it (`posttrain.rewards.boxes`).
  3. With `unboxed_fallback`: "The final answer is 7. I hope it is correct." after the last box (the Minerva prompt's template
     ends every answer so, and its outputs box steps on the way). Without any box, the last `<answer>7</answer>`, else the last
     `#### 7`, else the last "answer is 7" / "Answer: 7" / "A: 7", else the end of the output as a whole, in which
@@ -20,27 +19,17 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.rewards.boxes import BOX, last_box
 from posttrain.rewards.policy import DEFAULT, AnswerPolicy
 
 MAX_OUTPUT = 400_000  # characters scanned for a box, about 100K tokens
 MAX_TAIL = 1_000  # characters handed to math-verify's own extraction, whose regular expressions backtrack
 MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay below 500
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\w])")
-_WORD = re.compile(r"\s*([^\s$\\,.;]+)")
-_CONNECTIVE = re.compile(
-    r"\s*(?:[a-z]+\s+(?=and\b))?(?:\s|\$|\\[()\[\],;]|\\q?quad|[,;/|&()→⇒]|[-=]>|\\(?:to|rightarrow|Rightarrow)\b|\\text\s*\{\s*(?:and|or)\s*\}"
-    r"|\b(?:and|or|else|perhaps|maybe|possibly|even|also|either|versus|vs\.?|alternatively|alternately)\b"
-    r"|\n[ \t]*(?:[-*•]|\d+[.)])[ \t]|[a-zA-Z](?:_\{?\w\}?)?\s*=)*",
+# Models that were not trained on the usual tag write the others.
+_THINKING_BEGINS, _THINKING_ENDS = (
+    re.compile(rf"<{end}(?:think|thinking|reasoning|thought)>", re.IGNORECASE) for end in ("", "/")
 )
-# "or, if I am wrong, \boxed{4}" and "\boxed{3} if it is even, \boxed{4} if odd" name both, whatever else they say.
-_ALTERNATIVE = re.compile(r"[\s$\\)\],(]*\b(?:or|if|when|unless|otherwise)\b[^.!?\n]*")
-_DENIED = re.compile(
-    r"(?:\b(?:[Nn]ot|never|cannot)|n't)(?:\s+(?:be|equal))?\s+[\s$*(\\]*$|\b(?:wrong|incorrect)\s+(?:answer|value|result)\s+is\s+[\s$*(\\]*$"
-)
-_DENIED_AFTER = re.compile(r"[\s$*)\\]*(?:is|was)\s+(?:wrong|incorrect|not\s+(?:the|right|correct)\b)")
-_MAX_GAP, _MAX_JOINED = 60, 10
-_BRACE = re.compile(r"\\[{}\\]|[{}]")
 _MARKERS = (  # what follows on the line is the answer; the first kind that occurs decides, and its last occurrence counts
     re.compile(r"####:?[ \t]*"),
     re.compile(
@@ -52,8 +41,10 @@ _MARKERS = (  # what follows on the line is the answer; the first kind that occu
 _MIN_ECHO = 20  # characters; a shorter prompt may stand in an answer for good reason
 _NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Problem|Q|Human|User|Exercise)\s*\d*\s*:|<\|im_start\|>\s*user|<\|user\|>")
 _MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
+_QUESTIONED = re.compile(r"[^.!?]*\?+\s*(?:[Nn]o|[Nn]ope|[Ww]rong|[Nn]ot)\b")
 _SENTENCE_END = re.compile(
-    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
+    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s(?![\s$]*-?\d)"
+    r"|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
     re.DOTALL,
 )
 
@@ -91,7 +82,7 @@ def find_answer(output: str, *, policy: AnswerPolicy = DEFAULT, prompt: str | No
     tagged = _tagged(text) if policy.answer_tag != "ignore" else None
     for marked in (tagged, *(_last_marked(marker, text[-MAX_OUTPUT // 20 :]) for marker in _MARKERS)):
         if marked is not None:
-            return Answer(marked, "marked")
+            return Answer(marked, "marked") if marked else None
     tail = text[-MAX_TAIL:].strip()
     return Answer(tail, "tail") if tail else None
 
@@ -100,18 +91,17 @@ def _after_thinking(text: str, policy: AnswerPolicy) -> str | None:
     """What follows the thinking; None where a block is open at the end, or where one is required and none was closed."""
     if policy.thinking == "keep":
         return text
-    closed = "</think>" in text
-    text = text.rsplit("</think>", 1)[1] if closed else text
-    if "<think>" in text or (policy.thinking == "require" and not closed):
+    *before, rest = _THINKING_ENDS.split(text)
+    if _THINKING_BEGINS.search(rest) or (policy.thinking == "require" and not before):
         return None
-    return text
+    return rest
 
 
 def _first_answer(text: str) -> str:
     """Up to the next question that a base model asks itself after its first box or marked answer."""
     for match in _NEXT_QUESTION.finditer(text):
         before = text[: match.start()]
-        if _BOX.search(before) or any(marker.search(before) for marker in _MARKERS):
+        if BOX.search(before) or any(marker.search(before) for marker in _MARKERS):
             return before
     return text
 
@@ -121,75 +111,6 @@ def _within_tag(tagged: str, policy: AnswerPolicy) -> Answer | None:
     if found:
         return None if content is None or not content.strip() else Answer(content, "boxed")
     return Answer(tagged, "marked")
-
-
-def last_box(text: str, policy: AnswerPolicy = DEFAULT) -> tuple[bool, str | None]:
-    r"""(a box was opened, content of the last one or None where it never closes).
-
-    Boxes inside a box belong to it: the last *outermost* box counts. Boxes that only a connective parts (`\boxed{1} and
-    \boxed{-2}`) are one answer, joined by commas: neither alone may pass. `\boxed 7` without braces reads one word.
-    """
-    boxes = _outermost_boxes(text)
-    if not boxes:
-        return False, None
-    if policy.open_box == "previous":
-        boxes = [box for box in boxes if box[2] is not None] or boxes[-1:]
-    start, end, content = boxes[-1]
-    if content is None or _DENIED.search(text[max(0, start - 40) : start]) or _DENIED_AFTER.match(text, end):
-        return True, None
-    if policy.boxes == "last":
-        return True, content
-    if policy.boxes == "same":
-        said = {"".join(box.split()) for _, _, box in boxes if box is not None and box.strip()}
-        return True, content if len(said) == 1 else None
-    joined = [content]
-    for before_start, before_end, before in reversed(boxes[:-1]):
-        gap = text[before_end:start]
-        if (
-            before is None
-            or len(gap) > _MAX_GAP
-            or "\n\n" in gap
-            or not (_CONNECTIVE.fullmatch(gap) or _ALTERNATIVE.fullmatch(gap))
-        ):
-            break
-        joined.append(before)
-        start = before_start
-    if 1 < len(joined) <= _MAX_JOINED:
-        content = ", ".join(dict.fromkeys(part.strip() for part in reversed(joined)))
-    return True, content
-
-
-def _outermost_boxes(text: str) -> list[tuple[int, int, str | None]]:
-    """(start, end, content) of every box that is not inside another; content None where it never closes."""
-    boxes: list[tuple[int, int, str | None]] = []
-    end = 0
-    closing: dict[int, int] | None = None
-    for match in _BOX.finditer(text):
-        if match.start() < end:
-            continue  # inside the box before it
-        content: str | None = None
-        brace = end = match.end()
-        if text[brace : brace + 1] != "{":
-            if word := _WORD.match(text, brace):
-                content, end = word.group(1), word.end()
-        else:
-            closing = _brace_pairs(text, brace) if closing is None else closing
-            if brace in closing:
-                content, end = text[brace + 1 : closing[brace]], closing[brace] + 1
-        boxes.append((match.start(), end, content))
-    return boxes
-
-
-def _brace_pairs(text: str, start: int) -> dict[int, int]:
-    """Opening to closing position of every balanced pair from `start` on, in one pass however many boxes stay open."""
-    pairs: dict[int, int] = {}
-    opened: list[int] = []
-    for match in _BRACE.finditer(text, start):
-        if match.group() == "{":
-            opened.append(match.start())
-        elif match.group() == "}" and opened:
-            pairs[opened.pop()] = match.start()
-    return pairs
 
 
 def _tagged(text: str) -> str | None:
@@ -204,6 +125,8 @@ def _last_marked(marker: re.Pattern[str], text: str) -> str | None:
     if not matches:
         return None
     line = text[matches[-1].end() :].lstrip().split("\n", 1)[0]
+    if asked := _QUESTIONED.match(line):  # "Answer: 4? No, 5": what was asked about is no answer
+        return line[asked.end() :].strip(" \t,:;*\"'") or ""
     return _SENTENCE_END.sub("", line).strip(" \t*\"'") or None
 
 

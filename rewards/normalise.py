@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from posttrain.rewards.units import is_unit
+from posttrain.rewards.units import is_unit, without_code
 
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
@@ -23,7 +23,28 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _WRAPPERS = (r"\boxed", r"\fbox", r"\underline", r"\textbf", r"\mathbf", r"\bm", r"\boldsymbol", r"\mbox")
 _MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|(?:\s|\\[,; ])+(\d+)/(\d+))")
 # What is not printed is not said: a reader of `43\phantom{42}` sees 43. Bidirectional marks reorder what is printed.
-_INVISIBLE = re.compile(r"\\[hv]?phantom\s*\{[^{}]*\}|[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_INVISIBLE = re.compile(
+    r"\\[hv]?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\(?:label|tag|ref|cite|index)\s*\{[^{}]*\}"
+    r"|\\textcolor\s*\{white\}\s*\{[^{}]*\}|\\color\s*\{white\}[^{}]*|[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+# Words around a number that say what it is, or that it is negative.
+_CALLED = re.compile(r"^\\text\s*\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is|\s*[:=])\s*([^{}]*)\}")
+_NEGATIVE = re.compile(r"^(?:\\text\s*\{\s*)?(?:minus|negative)\s*(?:\}\s*|\\? )(?=\d)", re.IGNORECASE)
+_TEXT_NUMBER = re.compile(r"^\\text\s*\{\s*(-?\d+(?:\.\d+)?)\s+([a-zA-Z][a-zA-Z ]*)\}$")
+_BARE_RATE = re.compile(r"(\d)\s+([a-zA-Z]{1,3}/(?:s|sec|min|h|hr|day|kg|g|l|m))$")  # `60 km/h` is no fraction
+_BUILT = re.compile(r"^\\\{\s*([a-z])\s*(?::|\||\\mid)\s*([^:|]*(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))[^:|]*)\\\}$")
+_ONE_ROW = re.compile(
+    r"^\\begin\{(align|aligned|gather|equation|array)(\*?)\}(?:\{[clr]\})?((?:(?!\\\\|&|\\begin).)*)\\end\{\1\2\}$", re.DOTALL
+)
+# A decimal that goes on repeats its last digit where it stands there three times, several digits where they stand there twice.
+_GOES_ON = re.compile(r"^(-?\d*\.\d{0,12}?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*(?:\.{3,}|…|\\[lc]?dots)$")
+# Units as Chinese and Japanese write them, and counters, which say nothing.
+_CJK_UNITS = {
+    "千米": "km", "公里": "km", "厘米": "cm", "分米": "dm", "毫米": "mm", "米": "m", "千克": "kg", "公斤": "kg", "克": "g",
+    "小时": "h", "時間": "h", "分钟": "min", "秒": "s", "毫升": "ml", "升": "l", "度": "degree",
+}  # fmt: skip
+_CJK_UNIT = re.compile(rf"(?<=[\d}}])\s*(平方|立方)?({'|'.join(_CJK_UNITS)})$")
+_CJK_COUNTER = re.compile(r"(?<=[\d}])\s*[元円個个人名只種种本枚页頁岁歳天日年月回次件개명원]$")
 _FONT = re.compile(r"\\(?:bf|rm|it|sf|tt|large|Large|huge|tiny|small)\s*\{([^{}]*)\}")
 _LETTERS_AFTER_NUMBER = re.compile(r"(?<=\d)[a-z]{2,4}(?![a-zA-Z{(])")
 _NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
@@ -33,12 +54,14 @@ def clean(text: str) -> str:
     """An answer alone (no sentence around it) in math-verify's dialect."""
     text = _INVISIBLE.sub("", _plain_unicode(text))
     text = _unwrap(_outer(_FONT.sub(r"\1", text)))
-    text = _outer(text)
+    text = _plain_words(_outer(text))
     text = re.sub(r"\\(?:text)?color\s*\{[a-zA-Z]+\}", "", text)
     text = _NUMBER_GAP.sub("", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text.strip()):
         text = text.replace(" ", "")
-    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\degree", r"^\circ").replace(r"\mathrm{i}", "i")
+    text = (
+        text.replace("{:}", ":").replace(r"\varnothing", r"\emptyset").replace(r"\degree", r"^\circ").replace(r"\mathrm{i}", "i")
+    )
     text = re.sub(r"(?:\\[,; ]|\s)+(?=\^\s*\{?\s*\\circ|\\?%)", "", text)
     text = re.sub(r"\\text\s*\{\s*\\?\$\s*\}", r"\\$", text)
     text = re.sub(r"^(\\(?:text|textbf|mathrm)\s*\{[^{}]*?)[.,;]\s*\}$", r"\1}", text)
@@ -50,8 +73,41 @@ def clean(text: str) -> str:
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
     text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
     text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹¢])\s*$", "", text)
-    text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)\.|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
+    text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)(?<!\.)\.(?!\.)|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
     return _mathematics(_LETTERS_AFTER_NUMBER.sub(_product, text))
+
+
+def _plain_words(text: str) -> str:
+    """Without the words and wrappings around a value that say nothing about it, and with those that do in their usual form."""
+    text = _ONE_ROW.sub(r"\3", text).strip()
+    while text.startswith("((") and text.endswith("))") and _one_pair(text) and _one_pair(text[1:-1]):
+        text = text[1:-1]  # the grammar's time doubles with each pair
+    if not re.search(r"\\[)\]]", text):  # the delimiter of a formula that lost its other half
+        text = re.sub(r"^\\[(\[]", "", text)
+    elif not re.search(r"\\[(\[]", text):
+        text = re.sub(r"(?<!\\)\\[)\]]$", "", text)
+    text = _BUILT.sub(r"\2", text)  # {x : x < 5} by its condition
+    text = _CALLED.sub(r"\\text{\1}", text).removeprefix(r"\text{}").strip()
+    text = without_code(_NEGATIVE.sub("-", text))
+    text = _TEXT_NUMBER.sub(r"\1\\text{ \2}", text)
+    text = _BARE_RATE.sub(r"\1\\text{ \2}", text)
+    text = _CJK_COUNTER.sub("", _CJK_UNIT.sub(_unit_in_english, text))
+    return re.sub(r"(?<=\d)\s*(?:\^\s*o|\^\s*\{o\}|\\deg)$", r"^\\circ", text)
+
+
+def _one_pair(text: str) -> bool:
+    """Whether the bracket at the start closes at the end."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return position == len(text) - 1
+    return False
+
+
+def _unit_in_english(match: re.Match[str]) -> str:
+    power = {"平方": "^2", "立方": "^3"}.get(match.group(1), "")
+    return rf"\text{{ {_CJK_UNITS[match.group(2)]}}}{power}"
 
 
 def _outward(match: re.Match[str]) -> str:
@@ -115,6 +171,9 @@ def _mathematics(text: str) -> str:
     text = re.sub(r"Eq\((.*),\s*([^,()]+)\)", r"\1=\2", text).replace("**", "^")
     text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
     text = re.sub(r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", _scientific, text)
+    text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times ", text)
+    text = _GOES_ON.sub(lambda match: rf"{match[1]}\overline{{{match[2] or match[3]}}}", text)
+    text = re.sub(r"(?<=\.)(\d*)\\dot\s*\{?(\d)\}?$", r"\1\\overline{\2}", text)
     text = re.sub(r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", _repeating, text)
     text = re.sub(r"\\sqrt\[(\d*[13579])\]\{-(\d+)\}", r"-\\sqrt[\1]{\2}", text)  # real roots
     text = re.sub(r"(?<=\d)i(?![a-zA-Z])", " i", text)

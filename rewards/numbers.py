@@ -8,13 +8,17 @@ finite decimal form only where it gives as many digits as the tolerance asks for
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
+from mpmath.libmp import NoConvergence
 from sympy import Derivative, Expr, Float, Function, I, Limit, MatrixBase, Rational, Symbol, Tuple, UnevaluatedExpr, nan, oo, zoo
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import And
+from sympy.polys.polyerrors import BasePolynomialError
 from sympy.sets.sets import FiniteSet, Interval
 
 from posttrain.rewards.policy import FINITE_DECIMALS, AnswerPolicy
@@ -23,9 +27,24 @@ _DIGITS = 60  # e^(pi sqrt 163) is an integer to 30 digits
 _EQUAL = Rational(1, 10**50)  # relative difference below which two exact values are one
 _DOUBLE = Rational(1, 10**14)  # a gold such as 0.30000000000000004 was printed by a program that meant 0.3
 _PERCENT = UnevaluatedExpr(Rational(1, 100))
+# What SymPy raises on expressions that nobody would write but a model: dividing by zero, comparing what has no order, a function
+# without the method that its caller expects, a polynomial without a generator, a series that does not converge. Running out of
+# memory or stack is not among them: the process ends then, for caches may be half written.
+UNCOMPUTABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError,
+    BasePolynomialError, NoConvergence,
+)  # fmt: skip
 _MAX_POINTS = 2
 _MAX_PAIRS = 400
 _NOT_AT_POINTS = (AppliedUndef, ExprWithLimits, Derivative, Limit, oo, -oo, nan, zoo)
+
+
+def computed(compute: Callable[..., bool], *arguments: Any) -> bool:
+    """`compute(*arguments)`, which is SymPy's and math-verify's work; False where they cannot do it."""
+    try:
+        return compute(*arguments)
+    except UNCOMPUTABLE:
+        return False
 
 
 def same_number(gold: Any, answer: Any, policy: AnswerPolicy) -> bool | None:
@@ -130,6 +149,17 @@ def _digits(gold: Any, answer: Any, tolerance: float) -> bool:
     return True
 
 
+def gives(value: Any, decimal: Any, written: str) -> bool:
+    """Whether a number is `decimal` when it is rounded or cut to the digits of `written`."""
+    if not decimal.is_Number:
+        return False
+    digits = re.search(r"\.(\d+)", written)
+    unit = Rational(1, 10 ** len(digits.group(1))) if digits else Rational(1)
+    distance = (with_fractions(value) - with_fractions(decimal)).evalf(30)
+    rounded, cut = abs(distance) <= unit / 2, 0 <= distance * (1 if decimal.is_nonnegative else -1) < unit
+    return bool(rounded or cut)
+
+
 def differ(gold: Any, answer: Any, policy: AnswerPolicy) -> bool:
     """Whether two things that math-verify calls equal hold numbers that are not: elements of sets, tuples, matrices, ends of
     intervals, and expressions at two points."""
@@ -189,7 +219,7 @@ def _apart_at_points(gold: Any, answer: Any, policy: AnswerPolicy) -> bool:
             limit = max(policy.tolerance, 1e-12) if gold.atoms(Float) or answer.atoms(Float) else 1e-40
             if abs(first - second) > limit * abs(first) and abs(first - second) > 1e-55:
                 return True
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError):
+        except UNCOMPUTABLE:
             continue
     return False
 

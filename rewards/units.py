@@ -22,7 +22,7 @@ mg milligram
 g gram
 kg kilogram
 t tonne
-lb pound
+lb pound gbp
 oz ounce
 s sec second
 min minute
@@ -33,9 +33,34 @@ month
 year yr
 ml milliliter millilitre
 l liter litre
+n newton
+j joule
+w watt
+kw kilowatt
+hz hertz
+khz kilohertz
+pa pascal
+v volt
+kelvin k
+celsius c
+fahrenheit f
+acre
+hectare ha
+gallon gal
+quart qt
+pint pt
+cup
+decade
+century centuries
 dollar usd
 cent
+penny pennies
+nickel
+dime
+quarter
 euro eur
+yen jpy
+rupee inr
 pct percent
 degree deg
 radian rad
@@ -47,10 +72,16 @@ _UNIT = re.compile(
     r"(?:\\(?:text|textnormal|textrm|mathrm|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}|(?<=[\s,;])(?P<bare>[A-Za-z][A-Za-z/ ]*))"
     r"\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?\s*\.?\s*$"
 )
-_DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*$")
+# 20 degrees, and of what: a scale of temperature, or a point of the compass
+_DEGREE = re.compile(
+    r"\^\s*\{?\s*\\circ\s*\}?\s*(?:(?:\\(?:text|textrm|mathrm)\s*\{\s*)?(?P<of>[CFNSEW]|[Nn]orth|[Ss]outh|[Ee]ast|[Ww]est)\s*\}?)?\s*$"
+)
+_SCALES = {"c": "celsius", "f": "fahrenheit", "n": "north", "s": "south", "e": "east", "w": "west"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 
+_CODES = {"usd": "dollar", "eur": "euro", "gbp": "lb", "jpy": "yen", "inr": "rupee"}
+_CODE_BEFORE = re.compile(rf"^\s*(?:\\(?:text|mathrm)\s*\{{\s*)?({'|'.join(_CODES)})\s*\}}?\s*(?=[\d.])", re.IGNORECASE)
 _SIGNS = {"€": "euro", "¥": "yen", "₹": "rupee", "¢": "cent", "£": "lb"}  # £: by its word, "pounds", which says both
 
 
@@ -59,9 +90,16 @@ def currency_of(text: str) -> str | None:
     for sign, name in _SIGNS.items():
         if sign in text:
             return name
+    if code := _CODE_BEFORE.match(text):
+        return _CODES[code.group(1).lower()]
     if r"\$" in text or (text.count("$") == 1 and re.match(r"\s*[-+]?\$\s*[\d.]", text)):
         return "dollar"
     return None
+
+
+def without_code(text: str) -> str:
+    """An amount without the currency's code before it: `USD 5` -> `5`."""
+    return _CODE_BEFORE.sub("", text)
 
 
 def compound(text: str) -> bool:
@@ -73,8 +111,8 @@ def compound(text: str) -> bool:
 
 def unit_of(text: str) -> str | None:
     r"""The known unit at the end of an answer in one spelling, `cm^2`, `km/h`; None where there is none that is known."""
-    if _DEGREE.search(text):
-        return "degree"
+    if degree := _DEGREE.search(text):
+        return _SCALES[degree["of"][0].lower()] if degree["of"] else "degree"
     match = _UNIT.search(text.strip())
     if not match:
         return None
@@ -93,6 +131,11 @@ def unit_of(text: str) -> str | None:
     return "/".join(str(name) for name in names) + (f"^{power}" if power != 1 else "")
 
 
+def without_unit(text: str) -> str:
+    """Without the known unit at its end."""
+    return _UNIT.sub("", text.strip()) if unit_of(text) else text
+
+
 def _name(said: str) -> str | None:
     said = said.strip(" .")
     return _NAMES.get(said) or (_NAMES.get(said[:-1]) if said.endswith("s") and len(said) > 2 else None)
@@ -107,4 +150,11 @@ def clash(gold: str, answer: str) -> bool:
     first, second = unit_of(gold), unit_of(answer)
     if first == "degree" and re.search(r"\d\s*'", answer):
         return True  # minutes of arc
-    return first is not None and second is not None and first != second
+    return different(first, second)
+
+
+def different(first: str | None, second: str | None) -> bool:
+    """Whether two names of units are both known and not the same; plain degrees may be of any scale or direction."""
+    if first is None or second is None or first == second:
+        return False
+    return not ("degree" in (first, second) and (first in _SCALES.values() or second in _SCALES.values()))

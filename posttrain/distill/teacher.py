@@ -58,7 +58,7 @@ def open_teacher(recipe: Recipe) -> Backend:
         max_prompt_length=recipe.data.max_prompt_length,
         max_tokens=recipe.distill.max_tokens,
         max_sequences=teacher.max_sequences,
-        max_prefill_tokens=recipe.rollout.max_prefill_tokens,
+        engine_options=recipe.rollout.engine_options(),
         num_cpus=recipe.ray.cpus_per_worker,
         num_gpus=gpus,
         keep_refusals=True,

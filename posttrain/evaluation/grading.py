@@ -81,12 +81,15 @@ def verifier_identity(pool: VerifierPool) -> dict[str, Any]:
     return {"math_verify": version("math-verify"), "code": code_digest(), "policy": pool.policy.as_dict()}
 
 
+# The modules that decide verdicts.
+RULES = ("boxes", "claims", "compare", "extract", "normalise", "numbers", "quick", "texts", "units")
+
+
 @cache
 def code_digest() -> str:
     """Of the files that decide verdicts: samples graded by another version of them are graded again, never mixed."""
     folder = Path(inspect.getfile(VerifierPool)).parent
-    names = ("claims", "compare", "extract", "normalise", "numbers", "quick", "texts", "units")
-    content = b"".join((folder / f"{name}.py").read_bytes() for name in names)
+    content = b"".join((folder / f"{name}.py").read_bytes() for name in RULES)
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

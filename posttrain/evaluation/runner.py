@@ -168,7 +168,7 @@ class LazyBackend:
                 max_prompt_length=recipe.data.max_prompt_length,
                 max_tokens=max(suite.max_tokens or 1 for suite in recipe.eval.suites.values()),
                 max_sequences=recipe.eval.max_sequences or recipe.rollout.max_sequences,
-                max_prefill_tokens=recipe.rollout.max_prefill_tokens,
+                engine_options=recipe.rollout.engine_options(),
                 num_cpus=recipe.ray.cpus_per_worker,
                 num_gpus=gpus_per_worker(recipe.ray) if several else 0,
             )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,15 @@ class EngineBackend:
         model: `path` names the checkpoint; the tokenizer beside it goes before `tokenizer`, for that is what it was trained with.
         max_prompt_length: longest prompt in tokens; with `max_tokens` it sets the size of the caches.
         max_sequences: sequences decoded at once.
-        max_prefill_tokens: prompt tokens in one forward.
+        options: further arguments of the generator (`RolloutConfig.engine_options`).
 
     Raises:
         CheckpointError, ConfigError: the checkpoint or its tokenizer cannot be used.
     """
 
-    def __init__(self, model: ModelConfig, *, max_prompt_length: int, max_sequences: int, max_prefill_tokens: int = 8192) -> None:
+    def __init__(
+        self, model: ModelConfig, *, max_prompt_length: int, max_sequences: int, options: Mapping[str, Any] | None = None
+    ) -> None:
         import torch
 
         from posttrain.data.tokenizer import eos_token_ids, load_tokenizer
@@ -34,7 +35,7 @@ class EngineBackend:
 
         assert model.path is not None, "the caller names a checkpoint"
         self.path, self.dtype, self.revision = model.path, model.dtype, model.revision
-        self.max_prompt_length, self.max_sequences, self.max_prefill_tokens = max_prompt_length, max_sequences, max_prefill_tokens
+        self.max_prompt_length, self.max_sequences, self.options = max_prompt_length, max_sequences, dict(options or {})
         self._tokenizer = load_tokenizer(with_own_tokenizer(model))
         self._model: Any = load_model(
             model.path,
@@ -81,7 +82,7 @@ class EngineBackend:
 
     def _submit(self, prompt: Prompt) -> None:
         from posttrain.data.chat import conversation_ids
-        from posttrain.rollout.snapshot import FORMAT
+        from posttrain.rollout.snapshot import pending_snapshot
 
         sampling = prompt.sampling
         ids = conversation_ids(self._tokenizer, prompt.messages, name=prompt.id, max_prompt_length=self.max_prompt_length)
@@ -102,7 +103,7 @@ class EngineBackend:
             generator.submit(request)
         else:
             # Some of the samples were drawn before: a snapshot says which are left.
-            generator.restore({"format": FORMAT, "request": asdict(request), "pending": sorted(prompt.samples), "sequences": []})
+            generator.restore(pending_snapshot(request, prompt.samples))
 
     def _generator_for(self, name: str, prompt_tokens: int, max_tokens: int) -> Any:
         """The generator, made anew where its caches are too short for `max_tokens`."""
@@ -125,7 +126,7 @@ class EngineBackend:
                 tokenizer=self._tokenizer,
                 max_sequences=self.max_sequences,
                 max_length=length,
-                max_prefill_tokens=self.max_prefill_tokens,
+                **self.options,
             )
         return self._generator
 

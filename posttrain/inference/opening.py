@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ def open_backend(
     max_prompt_length: int,
     max_tokens: int,
     max_sequences: int,
-    max_prefill_tokens: int = 8192,
+    engine_options: Mapping[str, Any] | None = None,
     num_cpus: float = 1,
     num_gpus: float = 0,
     keep_refusals: bool = False,
@@ -30,6 +30,7 @@ def open_backend(
     Args:
         max_prompt_length, max_tokens: the longest prompt and completion that will be asked for.
         max_sequences: sequences that an engine decodes at once.
+        engine_options: further arguments of posttrain's own generator.
         num_cpus, num_gpus: what each of several engines holds.
         keep_refusals: a server's refusal of one request is a sample like others, not an error; see `ServerBackend`.
 
@@ -39,7 +40,7 @@ def open_backend(
     """
     if config.kind == "openai":
         return _server(config, model, keep_refusals)
-    make = partial(_local, config, model, max_prompt_length, max_tokens, max_sequences, max_prefill_tokens)
+    make = partial(_local, config, model, max_prompt_length, max_tokens, max_sequences, dict(engine_options or {}))
     if config.engines == 1:
         return make()
     return _cluster(config, model, make, num_cpus, num_gpus)
@@ -105,7 +106,7 @@ def _local(
     max_prompt_length: int,
     max_tokens: int,
     max_sequences: int,
-    max_prefill_tokens: int,
+    engine_options: dict[str, Any],
 ) -> Backend:
     if config.kind == "vllm":
         from posttrain.inference.vllm_engine import VllmBackend
@@ -119,9 +120,7 @@ def _local(
         )
     from posttrain.inference.engine import EngineBackend
 
-    return EngineBackend(
-        model, max_prompt_length=max_prompt_length, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens
-    )
+    return EngineBackend(model, max_prompt_length=max_prompt_length, max_sequences=max_sequences, options=engine_options)
 
 
 def _cluster(config: BackendConfig, model: ModelConfig, make: Callable[[], Backend], num_cpus: float, num_gpus: float) -> Backend:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from posttrain.inference.post import Poster
 from posttrain.inference.protocol import BackendError, FinishReason, Prompt, Text, sample_seed
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ServerBackend:
         render: messages -> text for the completions route; by default their contents, joined by empty lines.
         api_key: sent as a bearer token; it never appears in a message or a log.
         concurrency: requests at once.
-        timeout_s: longest silence of the server within a request.
+        timeout_s: longest time of a request, from its start to the last byte of the answer.
         retries: attempts after the first one.
         logprobs: ask for log-probabilities; given up for good when the server refuses them.
         token_limit: field of the request that holds the most tokens.
@@ -77,18 +78,15 @@ class ServerBackend:
         self._asks_logprobs, self._keep_refusals = logprobs, keep_refusals
         self._render = render or (lambda messages: "\n\n".join(turn["content"] for turn in messages))
         self._secret = api_key
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=min(30.0, timeout_s)),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        )
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._poster = Poster(headers=headers, timeout_s=timeout_s, connections=concurrency)
 
     def identity(self) -> dict[str, Any]:
         """Without the address: a server that comes back on another port serves the same model."""
         return {"kind": "openai", "model": self.model, "api": self.api, "extra_body": self.extra_body}
 
     def close(self) -> None:
-        self._client.close()
+        self._poster.close()
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Text]:
         """See `Backend.generate`. The order is that of arrival.
@@ -147,8 +145,11 @@ class ServerBackend:
     def _attempt(self, prompt: Prompt, sample: int, name: str) -> Text | Failure:
         asked = self._asks_logprobs
         try:
-            answer = self._client.post(f"{self.base_url}{self._route()}", json=self._body(prompt, sample, asked))
-        except httpx.RequestError as error:  # connection refused or lost, timeouts, a body that cannot be unpacked
+            answer = self._poster.post(f"{self.base_url}{self._route()}", self._body(prompt, sample, asked))
+        except (
+            httpx.RequestError,
+            TimeoutError,
+        ) as error:  # refused, lost, too slow, or a body that cannot be unpacked
             return Failure(f"{type(error).__name__}: {error}")
         if answer.status_code in TEMPORARY:
             return Failure(f"HTTP {answer.status_code}: {self._said(answer)}", _seconds(answer.headers.get("retry-after")))

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on the loopback address whose answers a test decides, and recipes that ask it."""
+"""An OpenAI-compatible server on the loopback address whose answers a test decides, recipes that ask it, and what they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from posttrain.config import Recipe, recipe_from_dict
+from posttrain.distill import stage
+from posttrain.distill.problems import prepare
+from posttrain.run_folder import RunFolder
+from posttrain.runtime.worker import WorkerContext
 
 Answer = dict[str, Any]
 
@@ -124,3 +130,27 @@ def make_recipe(folder: Path, url: str, *, count: int = 6, stages: tuple[str, ..
             "distill": {"teacher": teacher, "problems": problems, "samples": 2, "max_tokens": 64, **distill},
         }
     )  # fmt: skip
+
+
+def run(recipe: Recipe, context: WorkerContext | None = None) -> dict[str, Any]:
+    """The stage as its worker runs it, without Ray."""
+    folder = RunFolder(recipe.run_dir)
+    folder.path.mkdir(exist_ok=True)
+    prepare(recipe, folder)
+    stage.distill(recipe, folder.path, context or WorkerContext(stage="distill", run_path=folder.path))
+    account: dict[str, Any] = json.loads((folder.path / "distill" / "final" / "report.json").read_text())
+    return account
+
+
+def journal(recipe: Recipe) -> list[dict[str, Any]]:
+    """The graded traces on disk."""
+    return [json.loads(line) for line in (Path(recipe.run_dir) / "distill" / "traces.jsonl").read_text().splitlines()]
+
+
+def rows(recipe: Recipe) -> list[dict[str, Any]]:
+    """The set that SFT reads."""
+    return [
+        row
+        for file in sorted(Path(recipe.run_dir, "distill", "final").glob("*.parquet"))
+        for row in pq.read_table(file).to_pylist()
+    ]

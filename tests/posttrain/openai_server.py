@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 DIE = "die"
+DRIP = "drip"
 
 
 @dataclass
@@ -35,9 +36,10 @@ def serving(answer: Answer) -> Iterator[Served]:
 
     Args:
         answer: (body, number of the request) -> a dict (status 200), (status, dict or text), (status, dict, headers),
-            or DIE, which closes the connection without a word.
+            DIE, which closes the connection without a word, or DRIP, which sends a space now and then and never ends.
     """
     served = Served()
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -59,6 +61,9 @@ def serving(answer: Answer) -> Iterator[Served]:
             if given == DIE:
                 self.close_connection = True
                 return
+            if given == DRIP:
+                self._drip()
+                return
             status, content, *headers = given if isinstance(given, tuple) else (200, given)
             data = (content if isinstance(content, str) else json.dumps(content)).encode()
             self.send_response(status)
@@ -67,6 +72,15 @@ def serving(answer: Answer) -> Iterator[Served]:
             self.send_header("content-length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def _drip(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "1000000")
+            self.end_headers()
+            with suppress(OSError):  # until the client has gone
+                while not ended.wait(0.02):
+                    self.wfile.write(b" ")
+            self.close_connection = True
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -79,6 +93,7 @@ def serving(answer: Answer) -> Iterator[Served]:
     try:
         yield served
     finally:
+        ended.set()
         server.shutdown()
         server.server_close()
 

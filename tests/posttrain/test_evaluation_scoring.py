@@ -1,7 +1,10 @@
 """Scores, votes and tables against numbers worked out by hand."""
 
+import re
+
 import pytest
 
+from posttrain.evaluation import grading
 from posttrain.evaluation.grading import same_answers
 from posttrain.evaluation.samples import Sample
 from posttrain.evaluation.scoring import score_problems, score_row
@@ -137,3 +140,12 @@ def test_published_rows_stand_beside_ours_and_say_so():
 
 def test_nothing_published_no_table():
     assert format_paper_table([score_row("m", "mine", score_problems(four_problems())).as_dict()]) == ""
+
+
+def test_the_digest_of_the_verifier_covers_every_rule(root):
+    """A module that one of them imports decides verdicts too; the policy is recorded by its values."""
+    sources = [(root / "rewards" / f"{name}.py").read_text() for name in grading.RULES]
+    lines = [line for text in sources for line in re.findall(r"from posttrain\.rewards(?:\.\w+)? import .*", text)]
+    imported = {name for line in lines for pair in re.findall(r"rewards\.(\w+)|(?:import |, )(\w+)", line) for name in pair}
+    modules = {path.stem for path in (root / "rewards").glob("*.py")}
+    assert (imported & modules) - {"policy", "errors"} <= set(grading.RULES)

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.inference import BackendError, Prompt, SamplingOptions, prompt_seed, sample_seed
 from posttrain.inference.server import ServerBackend
-from tests.posttrain.openai_server import DIE, chat, serving
+from tests.posttrain.openai_server import DIE, DRIP, chat, serving
 
 
 def prompts(count: int = 3, each: int = 2, **sampling) -> list[Prompt]:
@@ -195,7 +195,7 @@ def test_a_server_that_is_not_there():
 def test_a_server_that_says_nothing():
     release = threading.Event()
     with serving(lambda *_: release.wait(5) and chat("late")) as served:
-        with pytest.raises(BackendError, match="ReadTimeout"):
+        with pytest.raises(BackendError, match="no whole answer within 0.1 s"):
             list(backend(served, retries=0, timeout_s=0.1, concurrency=1).generate(prompts(1, 1)))
         release.set()
 
@@ -267,3 +267,43 @@ def test_prompts_are_read_only_as_fast_as_they_are_asked():
 def test_indices_of_samples_must_differ():
     with pytest.raises(ValueError, match="different indices"):
         Prompt(id="p", messages=(), samples=(1, 1))
+
+
+def test_a_server_that_drips_for_ever_meets_the_time_limit():
+    """Each byte ends the silence, so that a limit on silence alone would wait for ever."""
+    with serving(lambda _, number: DRIP if number < 2 else chat("fine")) as served:
+        given = backend(served, timeout_s=0.3, concurrency=1, retries=2)
+        [text] = given.generate(prompts(1, 1))
+    assert (text.text, len(served.bodies)) == ("fine", 3)
+
+
+def test_what_is_over_its_time_says_so_and_closes_its_connection():
+    with serving(lambda *_: DRIP) as served:
+        given = backend(served, timeout_s=0.2, retries=1)
+        message = r"failed 2 times on sample 0 of p0.*no whole answer within 0\.2 s \(timeout_s\).*--resume"
+        with pytest.raises(BackendError, match=message):
+            list(given.generate(prompts(1, 1)))
+        given.close()
+        given.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            list(given.generate(prompts(1, 1)))
+    assert len(served.bodies) == 2
+
+
+def test_the_pauses_double_and_a_server_that_names_one_is_obeyed():
+    pauses: list[float | None] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            return False
+
+    with serving(lambda _, number: (429, {}, {"retry-after": "7"}) if number == 3 else (500, {})) as served:
+        given = backend(served, retries=5, first_pause_s=1.0)
+        with pytest.raises(BackendError, match="failed 6 times"):
+            given._ask(prompts(1, 1)[0], 0, Stop())
+    assert len(served.bodies) == 6
+    assert pauses.pop(3) == 7.0
+    for pause, longest in zip(pauses, (1, 2, 4, 16), strict=True):
+        assert pause is not None
+        assert longest / 2 <= pause <= longest, "not all at once: from half of it"

@@ -4,6 +4,9 @@ import pytest
 
 pytest.importorskip("math_verify")
 
+from mpmath.libmp import NoConvergence
+
+from posttrain.rewards import compare
 from posttrain.rewards.compare import matches, read_gold
 from posttrain.rewards.normalise import clean
 
@@ -95,3 +98,18 @@ def test_unreadable_gold(gold):
 def test_clean_is_stable():
     for text in (r"3\frac{1}{7}", r"\$5", r"0.\overline{3}", "x²", "3>x>1", "4.5e33", r"\underline{7}"):
         assert clean(clean(text)) == clean(text)
+
+
+def test_only_what_sympy_cannot_compute_is_unequal(monkeypatch):
+    def failing(error):
+        def raise_it(*_):
+            raise error
+
+        monkeypatch.setattr(compare, "_equal_values", raise_it)
+        return same("x+1", "1+x\\cdot 1")
+
+    assert not failing(NotImplementedError("cannot solve"))
+    assert not failing(NoConvergence("zeta"))
+    for error in (MemoryError(), RecursionError(), OSError("a bug of ours")):
+        with pytest.raises(type(error)):
+            failing(error)

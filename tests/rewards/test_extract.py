@@ -89,6 +89,35 @@ def test_last_box_tells_no_box_from_an_open_one():
     assert last_box(r"\boxed{1") == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{4} and \boxed{5}", "4, 5"),
+        (r"\boxed{4} or 5.", "4, 5"),
+        (r"3 or $\boxed{4}$", "3, 4"),
+        (r"Case 1: \boxed{4}. Case 2: \boxed{5}.", "4, 5"),
+        (r"\boxed{4} = \boxed{5}", "4, 5"),
+        (r"\boxed{3} + \boxed{1} = \boxed{4}", "4"),
+        (r"\boxed{4}, or in words four", "4"),
+        (r"$x = -\boxed{4}$", "-4"),
+        (r"$x = -\boxed{a+b}$", "-(a+b)"),
+        (r"- \boxed{4}", "4"),
+        (r"$\boxed{90}^\circ$", "90"),
+        (r"$\boxed{4}^2$", None),
+        (r"$\sqrt{\boxed{4}}$", None),
+        (r"$\boxed{4} + 1$", None),
+        (r"\boxed{4}? No", None),
+        (r"\boxed{4} would be wrong", None),
+        (r"it is not true that we get \boxed{4}", None),
+        (r"\boxed{x = \boxed{4}", None),
+        (" ".join(rf"\boxed{{{n}}}" for n in range(12)), None),
+        (" ".join(r"\boxed{4}" for _ in range(12)), "4"),
+    ],
+)
+def test_what_the_sentence_says_about_a_box(text, content):
+    assert last_box(text) == (True, content)
+
+
 def test_completion_text():
     assert completion_text("plain") == "plain"
     assert completion_text([{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]) == "yes"

@@ -32,6 +32,9 @@ SIZES = {
     "tags": "<answer>" * 100_000,
     "question marks": "\nQuestion:" * 50_000,
     "spaces": r"\boxed{" + " " * 300_000 + "8}",
+    "spaces behind a box": r"\boxed{7}" + " " * 390_000,
+    "dollars behind a box": r"\boxed{7}" + "$" * 390_000,
+    "ands": (r"\boxed{7}" + "\n- " * 15) * 6_000,
 }
 
 

@@ -1,10 +1,12 @@
 """Each field of the answer policy, in both its behaviours; the recipe's section has the same fields and defaults."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 pytest.importorskip("math_verify")
 
@@ -98,7 +100,11 @@ def test_what_equals_the_gold(field, gold, answer, verdicts):
 
 def test_the_recipe_has_the_same_fields_and_defaults():
     assert AnswerConfig().model_dump() == DEFAULT.as_dict()
-    assert AnswerPolicy.of(AnswerConfig(units="ignore")) == AnswerPolicy(units="ignore")
+    given = AnswerConfig.model_validate({"units": "ignore"})
+    assert AnswerPolicy.of(given) == AnswerPolicy.of(pickle.loads(pickle.dumps(given))) == AnswerPolicy(units="ignore")
+    for wrong, message in (("units: convert", "'check'"), ("tolerance: 1", "from 0 to below 1"), ("unit: check", "unit")):
+        with pytest.raises(ValueError, match=message):
+            AnswerConfig.model_validate(yaml.safe_load(wrong))
     source = (AnswerPolicy.__doc__ or "").split("Attributes:")[1]
     assert all(f"{field.name}: " in source for field in dataclasses.fields(AnswerPolicy))
 
