@@ -321,8 +321,10 @@ class SlotCache(Cache):
 
     def nbytes_per_sequence(self, length: int) -> int:
         """Bytes that one sequence of `length` tokens needs, as in `posttrain.models.sizes.state_bytes`."""
-        fields = self.config.to_dict()
-        return state_bytes(fields, length, element_size=self.dtype.itemsize)["total"]
+        triton = any(isinstance(state, ChunkState) and type(state) is not ChunkState for state in self.states)
+        return state_bytes(
+            self.config.to_dict(), length, element_size=self.dtype.itemsize, triton=triton, paged=self.pages is not None
+        )["total"]
 
     # What transformers' generate() asks of a cache.
 

@@ -21,6 +21,17 @@ def check_available(name: str, *, file: str = "config.json", what: str = "checkp
     Raises:
         CheckpointError: it cannot be had; the message says whether it is a missing folder, an unknown id or an unreachable hub.
     """
+    check_path(name, what=what)
+    if not Path(name).is_dir():
+        _ask_hub(name, file, what, revision)
+
+
+def check_path(name: str, *, what: str = "checkpoint") -> None:
+    """Return where `name` is a folder, or may be a hub id; nobody is asked.
+
+    Raises:
+        CheckpointError: it can only be meant as a folder, and there is none.
+    """
     if Path(name).is_dir():
         return
     if Path(name).is_file():
@@ -28,7 +39,6 @@ def check_available(name: str, *, file: str = "config.json", what: str = "checkp
     reason = why_no_hub_id(name)
     if reason is not None:
         raise CheckpointError(f"{what} {name}: no such folder ({reason}, so that it is no hub id either)")
-    _ask_hub(name, file, what, revision)
 
 
 def why_no_hub_id(name: str) -> str | None:

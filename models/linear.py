@@ -5,7 +5,8 @@ Two things break that invariance in PyTorch's CPU kernels, and both are avoided 
   threads). `Linear` pads such inputs with zero rows.
 - Elementwise kernels handle the end of a thread's range with scalar `exp`, whose last bit can differ from the vector one's:
   `posttrain.kernels.elementwise`.
-GPU kernels are called as they are, and what is bound by memory there is fused (`posttrain.kernels`).
+GPU kernels are called as they are, and what is bound by memory there is fused (`posttrain.kernels`); in strict mode
+(`posttrain.models.exact`) products have kernels of ours there, with the same promise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.kernels.batch_invariant import exact_linear
 from posttrain.kernels.elementwise import elementwise, silu
 from posttrain.kernels.rms_norm import add_rms_norm, rms_norm
 from posttrain.kernels.swiglu import swiglu
@@ -44,13 +46,21 @@ class Linear(nn.Linear):
     """`nn.Linear` whose output row depends on its input row alone, bit for bit, on CPU. x [..., in] -> [..., out].
 
     `zero_init` asks the model's initialisation for a zero weight.
+
+    Attributes:
+        exact: strict mode: the promise holds on a GPU too; exact_dtype: of the result then, by default that of x.
     """
+
+    exact = False
+    exact_dtype: torch.dtype | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, zero_init: bool = False, **kwargs: Any) -> None:
         super().__init__(in_features, out_features, bias=bias, **kwargs)
         self.zero_init = zero_init
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.exact:
+            return exact_linear(x, self.weight, self.bias, out_dtype=self.exact_dtype)
         if x.device.type != "cpu":
             return F.linear(x, self.weight, self.bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -81,13 +91,15 @@ def joint_linear(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """`[layer(x) for layer in layers]`, on a GPU in one product: narrow layers are bound by reading x, and each reads it anew,
     in the backward pass three times over. x [T, in] -> [T, out_i]; views of one tensor where joint.
 
-    Wrapped modules (hooks, PEFT, ZeRO-3) take separate products, whose last bits differ from the joint one's on a GPU."""
+    Wrapped modules (hooks, PEFT, ZeRO-3) take separate products, whose last bits differ from the joint one's on a GPU, but not in
+    strict mode."""
     if not x.is_cuda or not all(is_plain(layer) for layer in layers):
         return [layer(x) for layer in layers]
     widths = [layer.weight.shape[0] for layer in layers]
     padding = [-width % _ALIGN for width in widths]
     weights = [F.pad(layer.weight, (0, 0, 0, pad)) if pad else layer.weight for layer, pad in zip(layers, padding, strict=True)]
-    whole = F.linear(x, torch.cat(weights))
+    product = exact_linear if all(layer.exact for layer in layers) else F.linear
+    whole = product(x, torch.cat(weights))
     columns = whole.split([width + pad for width, pad in zip(widths, padding, strict=True)], dim=-1)
     return [part if part.shape[-1] == width else part[..., :width] for part, width in zip(columns, widths, strict=True)]
 

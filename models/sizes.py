@@ -20,6 +20,8 @@ PROJECTIONS = ("adapter", "shared", "partition")
 # A cache's key/value rows: read in whole blocks, allocated in steps.
 KV_BLOCK = 64
 KV_STEP = 128
+# What the decode kernels take (posttrain.kernels.sse.triton_launch).
+TRITON_MAX_WIDTH, TRITON_MAX_CHUNK = 256, 128
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -177,23 +179,41 @@ def parameter_counts(fields: Mapping[str, Any]) -> dict[str, int]:
     return {"total": embeddings + body, "embeddings": embeddings, "body": body}
 
 
-def state_bytes(fields: Mapping[str, Any], length: int, *, element_size: int = 2) -> dict[str, int]:
+def state_bytes(
+    fields: Mapping[str, Any], length: int, *, element_size: int = 2, triton: bool = True, paged: bool = True
+) -> dict[str, int]:
     """Bytes that one decoding sequence of `length` tokens keeps, `{"state", "kv", "total"}`.
 
-    State, constant in the length, per partition and head: the boundary state, and the unfinished chunk's rows (keys, values,
-    decays and what one-token steps reuse), in fp32 unless the model is float64. KV: keys and values of the attention layers,
-    `element_size` bytes each; sliding ones keep their window, rounded up to blocks; memory is taken in steps of KV_STEP rows.
+    State, constant in the length, per partition and head: the boundary state in four bytes a number, and C rows for the
+    unfinished chunk (keys, values, decays and what one-token steps reuse).
+
+    Args:
+        element_size: bytes of a number of the model's.
+        triton: GLA layers as `TritonChunkState` keeps them, on a GPU: rows in the model's type but for fp32 decays. Otherwise,
+            and where its kernels do not take the sizes, as `ChunkState` does: all in fp32 (float64 where the model is that).
+        paged: keys and values in pages of KV_BLOCK rows, a window's ring whole, as a generator keeps them; otherwise in steps of
+            KV_STEP rows.
     """
     f = resolve(fields)
     heads, d, partitions, chunk = f["num_attention_heads"], f["head_dim"], 1 + f["num_partitions"], f["chunk_size"]
     state = kv = 0
     wide = max(4, element_size)
+    in_triton = triton and element_size <= 4 and d <= TRITON_MAX_WIDTH and chunk <= TRITON_MAX_CHUNK
     for kind in f["layer_types"]:
-        if kind in SSE_LAYER_TYPES:
+        if kind == "sse" and in_triton:
+            # k, v and ks, fp32 decays; two places of the total; the write gate's factors and the count.
+            a_row = 3 * d * element_size + 4 * d
+            state += partitions * (heads * (4 * d * d + chunk * a_row + 2 * 4 * d) + 4 * chunk + 4)
+        elif kind in SSE_LAYER_TYPES:
             row, total = (4 * d, d) if kind == "sse" else (3 * d + 2, 1)
             state += partitions * (heads * (wide * (d * d + chunk * row) + 8 * total) + 8)
         else:
-            window = -(-f["sliding_window"] // KV_BLOCK) * KV_BLOCK if kind == "sliding_attention" else length
-            rows = -(-min(length, window) // KV_STEP) * KV_STEP
+            sliding = kind == "sliding_attention"
+            window = -(-f["sliding_window"] // KV_BLOCK) * KV_BLOCK if sliding else length
+            rows = min(length, window)
+            if paged:
+                rows = window if sliding else -(-rows // KV_BLOCK) * KV_BLOCK
+            else:
+                rows = -(-rows // KV_STEP) * KV_STEP
             kv += 2 * f["num_key_value_heads"] * d * rows * element_size
     return {"state": state, "kv": kv, "total": state + kv}

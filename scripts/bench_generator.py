@@ -115,7 +115,10 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.record: dict[str, Any] = {
             "environment": environment(self.device), "check": [], "rows": [], "first_token": [], "attention": [], "kernels": {},
-            "settings": {"dtype": str(self.dtype).removeprefix("torch."), "size": self.size, "triton_states": args.triton_states},
+            "settings": {
+                "dtype": str(self.dtype).removeprefix("torch."), "size": self.size, "triton_states": args.triton_states,
+                "exact": args.exact,
+            },
         }  # fmt: skip
 
     def model(self, name: str, size: str) -> tuple[SSEHForCausalLM, dict[str, Any]]:
@@ -127,7 +130,7 @@ class Bench:
     def generator(self, model: SSEHForCausalLM, sequences: int, length: int, **options: Any) -> Generator:
         found = Generator(
             model, eos_token_ids=[], max_sequences=sequences, max_length=length, max_prefill_tokens=self.args.prefill_tokens,
-            memory_fraction=self.args.memory_fraction, cuda_graphs=self.args.graphs, **options,
+            memory_fraction=self.args.memory_fraction, cuda_graphs=self.args.graphs, exact=self.args.exact, **options,
         )  # fmt: skip
         say(found.memory.describe())
         return found
@@ -341,6 +344,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="prompt tokens in one forward")
     parser.add_argument("--prefill-total", type=int, default=2**18, help="prompt tokens over which prefill is timed, at most")
     parser.add_argument("--memory-fraction", type=float, default=0.85)
+    parser.add_argument("--exact", action="store_true", help="strict mode: the trainer's bits")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     parser.add_argument("--triton-states", action="store_true", help="decode GLA layers in Triton where that is no default too")
     parser.add_argument("--attention", action="store_true", help="decode attention of one layer by itself too")

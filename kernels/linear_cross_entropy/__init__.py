@@ -42,7 +42,8 @@ def linear_cross_entropy(
         NaN, also in the gradients of such a row, where a target is out of range: on a GPU, looking would make the host wait.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the backend cannot take them, or PyTorch finds a target out of range on the CPU.
+        ValueError: shapes, dtypes or chunk_rows do not fit, the backend cannot take them, or PyTorch finds a target out of range
+            on the CPU.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -51,6 +52,10 @@ def linear_cross_entropy(
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}, but they must be alike")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64, got {targets.dtype}")
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows={chunk_rows}, but a chunk has at least one row")
     fused = takes_triton(hidden, backend)
     if not fused and targets.device.type == "cpu":
         _check_targets(targets, weight.shape[0], ignore_index)

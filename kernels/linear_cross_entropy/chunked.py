@@ -26,7 +26,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, ignore_index: int, fused
     return loss
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in fp32 also where a and b are half precision."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -71,7 +71,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
                 if dhidden is not None:
                     torch.mm(logits, weight, out=dhidden[rows])
                 if dweight is not None:
-                    _add_product(dweight, logits.t(), hidden[rows])
+                    add_product(dweight, logits.t(), hidden[rows])
                 del logits  # before the next chunk's exist
         ctx.save_for_backward(dhidden, dweight)
         ctx.dtype, ctx.chunk_rows = weight.dtype, chunk_rows

@@ -11,7 +11,8 @@ from torch import Tensor
 TILE = 2048
 
 
-@triton.jit
+# A number of rows that the compiler knows would make another kernel, with other roundings perhaps.
+@triton.jit(do_not_specialize=["rows"])
 def rotary_kernel(
     X, COS, SIN, Y, rows, table_stride, sign,
     H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -21,8 +22,8 @@ def rotary_kernel(
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < HALF)[None, :]
     table = (row // H)[:, None] * table_stride + column[None, :]
-    cos = tl.load(COS + table, mask=inside, other=0.0)
-    sin = tl.load(SIN + table, mask=inside, other=0.0) * sign
+    cos = tl.load(COS + table, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + table, mask=inside, other=0.0).to(tl.float32) * sign
     at = row[:, None] * (2 * HALF) + column[None, :]
     a = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(X + at + HALF, mask=inside, other=0.0).to(tl.float32)

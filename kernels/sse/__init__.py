@@ -71,6 +71,7 @@ def sse(
     chunk_size: int = 64,
     output_final_state: bool = True,
     keep_states: bool = True,
+    exact: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """SSE with a decay per key channel (GLA), differentiable in every floating-point input.
@@ -95,8 +96,10 @@ def sse(
         keep_states: whether the triton backend keeps the start state of every chunk for the backward pass, NC*H*K*V numbers in
             the products' precision (0.6 GB for 32,768 tokens, n4k1, 18 heads of 128, C = 64, bf16), or computes them again, which
             spares memory between the passes, not within one.
-        backend: "reference" (token loop), "torch" (chunked), "triton", or None: triton where it can run the inputs on a GPU
-            (`sse_gdn`: not yet unless asked for), else torch.
+        exact: o is bitwise what `sse_extend` gives token by token, at several times the cost, with the ordinary gradients but
+            none of initial_state; in Triton only, in bf16 on a GPU, and without final states.
+        backend: "reference" (token loop), "torch" (chunked), "triton", or None: triton where it can run the inputs on a GPU,
+            else torch.
 
     Returns:
         o [T, H, V] in v's dtype, final_state [S, 1+N, H, K, V] in fp32 (float64 for float64 inputs) or None. The reference and
@@ -112,6 +115,10 @@ def sse(
         q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=cu_seqlens, initial_state=initial_state,
         num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=chunk_size, is_gdn=False,
     )  # fmt: skip
+    if exact:
+        if backend not in (None, "triton"):
+            raise ValueError(f"exact=True runs in Triton only, got backend={backend!r}")
+        return _run_exact(x), None
     return _run(x, backend, output_final_state=output_final_state, keep_states=keep_states)
 
 
@@ -177,6 +184,7 @@ def sse_extend(
     scale: float | None = None,
     gate: Gate = "both",
     strict: bool = False,
+    exact: bool = False,
 ) -> Tensor:
     """Continues sequences on the chunk grid: `sse` over all tokens so far, of which only the new ones come back. No autograd.
 
@@ -187,6 +195,8 @@ def sse_extend(
         state: the layer's decode state, updated in place; its chunk size is the grid's.
         slots: [S] int64, sequence s continues slot slots[s]; distinct.
         strict: one-token calls too compute whole chunks, so that outputs are bitwise those of `sse` on the CPU.
+        exact: longer calls compute every row as one-token calls do, so that outputs are bitwise those of `sse(exact=True)`,
+            however a sequence is cut; for the Triton state only.
 
     Returns:
         o [T, H, V] in v's dtype.
@@ -198,7 +208,7 @@ def sse_extend(
         q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v), initial_state=None,
         num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=False,
     )  # fmt: skip
-    return extend(_one_each(x, cu_seqlens), state, slots, strict=strict)
+    return extend(_one_each(x, cu_seqlens), state, slots, strict=strict, exact=exact)
 
 
 def sse_gdn_extend(
@@ -253,6 +263,25 @@ def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_s
         else:
             raise ValueError(f"backend={backend!r}, but it must be 'reference', 'torch', 'triton' or None")
     return o, final if output_final_state else None
+
+
+def _run_exact(x: Inputs) -> Tensor:
+    if not _HAS_TRITON:
+        raise ValueError("exact=True was asked for, but the package triton is not installed")
+    from posttrain.kernels.sse.triton_launch import interpreted, unsupported
+
+    half = all(a.dtype == torch.bfloat16 for a in (x.q2, x.k2, x.v))
+    reason = unsupported(x) or (None if half or interpreted() else f"q, k and v must be bfloat16, got {x.v.dtype}")
+    if reason:
+        raise ValueError(f"exact=True cannot run this call: {reason}")
+    from posttrain.kernels.sse.triton_exact import run_exact_gla
+    from posttrain.kernels.sse.triton_gla_ops import run_triton_gla
+
+    def ordinary(a: Inputs) -> Tensor:
+        return run_triton_gla(a, output_final_state=False)[0]
+
+    with without_autocast(x.v), torch.cuda.device_of(x.v) if x.v.is_cuda else nullcontext():
+        return run_exact_gla(x, ordinary)
 
 
 def _triton_serves(x: Inputs) -> bool:

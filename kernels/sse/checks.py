@@ -129,6 +129,8 @@ def _check_values(v: Tensor) -> tuple[int, int, int]:
     if v.ndim != 3 or not v.is_floating_point():
         raise ValueError(f"v must be a floating-point [T, H, V], got {v.dtype} of shape {tuple(v.shape)}")
     tokens, heads, value_dim = v.shape
+    if value_dim < 1:
+        raise ValueError(f"v must be at least one channel wide, got shape {tuple(v.shape)}")
     return tokens, heads, value_dim
 
 
@@ -144,8 +146,8 @@ def _check_index(index: Tensor, tokens: int, partitions: int) -> int:
 
 def _check_query(q2: Tensor) -> int:
     """The routed query tells the key width; returns K."""
-    if q2.ndim not in (3, 4):
-        raise ValueError(f"q2 must be [T, H, K] or [T, R, H, K], got shape {tuple(q2.shape)}")
+    if q2.ndim not in (3, 4) or q2.shape[-1] < 1:
+        raise ValueError(f"q2 must be [T, H, K] or [T, R, H, K] with K at least 1, got shape {tuple(q2.shape)}")
     return q2.shape[-1]
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.kernels.sse.checks import Inputs, without_autocast
 from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated
@@ -136,6 +137,7 @@ class _ChunkedGLA(torch.autograd.Function):
         return o.view(v.shape), final
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dfinal):
         with without_autocast(do):
             return _ChunkedGLA._backward(ctx, do, dfinal)

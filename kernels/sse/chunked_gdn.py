@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.kernels.sse.checks import Inputs, without_autocast
 from posttrain.kernels.sse.grid import GridMap, read_gated, write_gated, writes_gated
@@ -94,6 +95,7 @@ class GDNScan(torch.autograd.Function):
         return boundary, u, state.index_select(0, plan.rank)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dboundary, du, dfinal):
         with without_autocast(du):
             return GDNScan._backward(ctx, dboundary, du, dfinal)

@@ -7,7 +7,7 @@ chunk is full it is folded into the boundary with the arithmetic of `chunked`, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -62,10 +62,7 @@ class ChunkState:
         Raises:
             ValueError: a size below 1, or an unknown transition.
         """
-        sizes = dict(num_slots=num_slots, num_partitions=num_partitions, heads=heads, key_dim=key_dim, value_dim=value_dim)
-        for name, size in {**sizes, "chunk_size": chunk_size}.items():
-            if size < 1:
-                raise ValueError(f"{name}={size}, but it must be at least 1")
+        cls._check_sizes(num_slots, num_partitions, heads, key_dim, value_dim, chunk_size)
         if transition not in ("gla", "gdn"):
             raise ValueError(f"transition={transition!r}, but it must be 'gla' or 'gdn'")
         if TRITON_ON_GPU and cls is ChunkState and torch.device(device).type == "cuda" and transition == "gla":
@@ -90,6 +87,18 @@ class ChunkState:
             total = zeros(as_type=torch.float64)
         count = torch.zeros(pool[:2], dtype=torch.int64, device=device)
         return cls(zeros(key_dim, value_dim), pending, total, count, transition)
+
+    # What the kernels take, by the names of `allocate`.
+    MOST: ClassVar[dict[str, int]] = {}
+
+    @classmethod
+    def _check_sizes(cls, *sizes: int) -> None:
+        """Raises ValueError on a size of `allocate`, in its order, that is below 1 or above what the kernels take."""
+        names = ("num_slots", "num_partitions", "heads", "key_dim", "value_dim", "chunk_size")
+        for name, size in zip(names, sizes, strict=True):
+            most = cls.MOST.get(name)
+            if size < 1 or (most is not None and size > most):
+                raise ValueError(f"{name}={size}, but it must be " + (f"1 to {most}" if most else "at least 1"))
 
     @property
     def chunk_size(self) -> int:
@@ -146,8 +155,10 @@ class ChunkState:
         for name, a in own.items():
             a[slot] = exported[name].to(a.device, a.dtype)
 
-    def extend(self, x: Inputs, slots: Tensor, *, strict: bool) -> Tensor:
+    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
         """`sse_extend` without gradients and autocast; x is checked but for the state."""
+        if exact:
+            raise ValueError("exact=True needs the Triton state (a GLA layer on a GPU), but this one computes in PyTorch")
         return _extend(x, self, self._check(x, slots), strict=strict)
 
     def _check(self, x: Inputs, slots: Tensor) -> Tensor:
@@ -182,10 +193,10 @@ class ChunkState:
             raise ValueError(f"slots must lie in [0, {self.num_slots}), got {list(slots)}")
 
 
-def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:
+def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
     """See `sse_extend`; x is checked but for the state."""
     with torch.no_grad(), without_autocast(x.v):
-        return state.extend(x, slots, strict=strict)
+        return state.extend(x, slots, strict=strict, exact=exact)
 
 
 def _extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:

@@ -65,9 +65,11 @@ class GridMap:
         return self._sources[key]
 
     def scatter(self, first: Tensor | None, second: Tensor) -> Tensor:
-        """first [T,H,D] feeds the shared rows, second [T,1|R,H,D] the routed ones -> [NC,H,C,D], zero where there is no row."""
+        """first [T,H,D] feeds the shared rows, second [T,1|R,H,D] the routed ones -> [NC,H,C,D] in the wider dtype of the two,
+        zero where there is no row."""
         if first is not None and first.dtype != second.dtype:
-            first = first.to(second.dtype)
+            dtype = torch.promote_types(first.dtype, second.dtype)
+            first, second = first.to(dtype), second.to(dtype)
         return _ToGrid.apply(first, second, self, False)
 
     def scatter_values(self, x: Inputs) -> Tensor:

@@ -57,6 +57,24 @@ def rounded(a, HALF: tl.constexpr):
 
 
 @triton.jit
+def split(state):
+    """fp32 -> (high, low), 16 bits each."""
+    bits = state.to(tl.int32, bitcast=True)
+    # the sum would carry a NaN of all ones over into a zero
+    high = tl.where(state != state, bits >> 16, (bits + 0x8000) >> 16)
+    return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
+
+
+@triton.jit
+def stored_state(state, like):
+    """A state as it is kept in the tensor `like`: in its dtype or, where that is int16, the upper plane of `split`."""
+    if like.dtype.element_ty == tl.int16:
+        return split(state)[0]
+    else:
+        return state.to(like.dtype.element_ty)
+
+
+@triton.jit
 def fine_dot(a, b, total, heads, TAG: tl.constexpr, HALF: tl.constexpr):
     """total + a b, with 16 bits of a; TAG as in `dot_apart`."""
     if HALF:
@@ -130,6 +148,13 @@ def score_offsets(chunk, head, heads, C: tl.constexpr, PLANES: tl.constexpr, BC:
 def chunk_rows(rows, chunk, C: tl.constexpr, BC: tl.constexpr):
     position = tl.arange(0, BC)
     return tl.load(rows + chunk.to(tl.int64) * C + position, mask=position < C, other=-1)
+
+
+@triton.jit
+def first_rows(rows, chunk, count, C: tl.constexpr, BC: tl.constexpr):
+    """`chunk_rows` of where a walk over `count` chunks begins; nothing is read for none: without tokens `rows` is empty."""
+    position = tl.arange(0, BC)
+    return tl.load(rows + chunk.to(tl.int64) * C + position, mask=(position < C) & (count > 0), other=-1)
 
 
 @triton.jit

@@ -27,9 +27,8 @@ The fold is the trainer's arithmetic, sum by sum and in the same blocks (`gla_ed
 the prefill's bit for bit. A chunk's decay is summed token by token; the trainer's `gla_decay_kernel` sums in that order where a
 thread has all rows of a channel, as with K = 128 (elsewhere the last bit may differ). Outputs are not the same: the trainer's
 product rounds q exp(G) and the scores to bf16, sums in a tensor core's order, and measures decays from the chunk's middle, which
-later tokens move. To make them equal, it would have to measure from the chunk's start (60 of range does either way) and choose
-its strong form row by row, and decoding would have to run that product on the chunk's rows, k and g too:
-`sse_extend(strict=True)` does the latter already.
+later tokens move. To make them equal, decoding would have to run that product on the chunk's rows, as `sse_extend(strict=True)`
+does, or prefill and the trainer have to compute row by row what decoding does: `triton_exact`.
 
 A chunk whose total decay falls below -MIDDLE_SPLIT_LIMIT reads k and g, newest first, until nothing is left to weigh.
 Names: see `triton_gla`; LOW: states are read in fp32, as fp32 inputs need them; BT: pending rows a tile; XR, YR: routes that
@@ -41,20 +40,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_common import dot, exp, state_offsets, upper_bits
+from posttrain.kernels.sse.triton_common import dot, exp, split, state_offsets, upper_bits
 from posttrain.kernels.sse.triton_gla import MIDDLE_SPLIT_LIMIT
 
 # exp of less is zero in fp32.
 NOTHING_LEFT = tl.constexpr(-104.0)
-
-
-@triton.jit
-def split(state):
-    """fp32 -> (high, low), 16 bits each."""
-    bits = state.to(tl.int32, bitcast=True)
-    # the sum would carry a NaN of all ones over into a zero
-    high = tl.where(state != state, bits >> 16, (bits + 0x8000) >> 16)
-    return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
 
 
 @triton.jit
@@ -101,6 +91,49 @@ def rows_at(matrix, t, column, C: tl.constexpr, D: tl.constexpr):
     return (matrix * C + t)[:, None] * D + column[None, :]
 
 
+# What a row adds up, shared with `triton_exact`; sums that a compiler might round once or twice are written as `fma`.
+
+
+@triton.jit
+def read_state(state, q, sum_g):
+    """A block of the state at the chunk's start [BK, BV], read by q [BK] behind a decay of sum_g [BK] -> [BV]."""
+    return tl.sum(state * (q * exp(sum_g))[:, None], 0)
+
+
+@triton.jit
+def read_pending(
+    faded, values, matrix, n, edge, v, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    WK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The n rows before a row, read by edge [WK] = q exp(G) -> columns v [BV]."""
+    c = tl.arange(0, WK)
+    mixed = tl.zeros([BT, BV], dtype=tl.float32)
+    for t0 in tl.range(0, n, BT, num_stages=STAGES):
+        t = t0 + tl.arange(0, BT)
+        key = tl.load(faded + rows_at(matrix, t, c, C, K), mask=(t < n)[:, None] & (c < K)[None, :], other=0.0)
+        value = tl.load(values + rows_at(matrix, t, v, C, V), mask=(t < n)[:, None] & (v < V)[None, :], other=0.0)
+        score = tl.sum(key.to(tl.float32) * edge[None, :], 1)
+        mixed = tl.fma(score[:, None], value.to(tl.float32), mixed)
+    return tl.sum(mixed, 0)
+
+
+@triton.jit
+def read_row(result, q, key, fade, value):
+    """One row before, where decays are strong: key [WK] with its factor, fade [WK] the decay since."""
+    return tl.fma(tl.sum(q * key * exp(fade), 0), value, result)
+
+
+@triton.jit
+def read_own(result, q, k, write, own):
+    return tl.fma(tl.sum(q * k * write, 0), own, result)
+
+
+@triton.jit
+def faded_key(k, write, sum_g):
+    """ks; nobody reads it where the decay is strong."""
+    return k * write * exp(tl.minimum(-sum_g, MIDDLE_SPLIT_LIMIT))
+
+
 @triton.jit(do_not_specialize=["heads", "read_gate", "write_gate"])
 def gla_decode_kernel(
     slots, index, weight, q1, k1, g1, q2, k2, g2, v1, v2, high, low, keys, decays, values, faded, factors, total, count,
@@ -142,7 +175,7 @@ def gla_decode_kernel(
         tile_g = tl.load(before + c, mask=(c < K) & (n > 0), other=0.0)
         tile_g += load_new(g1, g2, x1, x2, c, c < K, is_shared, SHARED)
         tile_q = load_new(q1, q2, x1, x2, c, c < K, is_shared, SHARED) * read
-        result += tl.sum(state * (tile_q * exp(tile_g))[:, None], 0)
+        result += read_state(state, tile_q, tile_g)
 
     c = tl.arange(0, WK)
     q = load_new(q1, q2, x1, x2, c, c < K, is_shared, SHARED) * read
@@ -155,20 +188,13 @@ def gla_decode_kernel(
         while (t >= 0) & (tl.max(tl.where(c < K, fade, NOTHING_LEFT), 0) > NOTHING_LEFT):
             at = (matrix * C + t) * K + c
             key = tl.load(keys + at, mask=c < K, other=0.0).to(tl.float32) * tl.load(factors + stream * C + t)
-            score = tl.sum(q * key * exp(fade), 0)
-            result += score * tl.load(values + (matrix * C + t) * V + v, mask=v < V, other=0.0).to(tl.float32)
+            value = tl.load(values + (matrix * C + t) * V + v, mask=v < V, other=0.0).to(tl.float32)
+            result = read_row(result, q, key, fade, value)
             fade += tl.load(decays + at, mask=c < K, other=0.0).to(tl.float32)
             t -= 1
     else:
-        edge = q * exp(sum_g)
-        mixed = tl.zeros([BT, BV], dtype=tl.float32)
-        for t0 in tl.range(0, n, BT, num_stages=STAGES):
-            t = t0 + tl.arange(0, BT)
-            key = tl.load(faded + rows_at(matrix, t, c, C, K), mask=(t < n)[:, None] & (c < K)[None, :], other=0.0)
-            value = tl.load(values + rows_at(matrix, t, v, C, V), mask=(t < n)[:, None] & (v < V)[None, :], other=0.0)
-            mixed += tl.sum(key.to(tl.float32) * edge[None, :], 1)[:, None] * value.to(tl.float32)
-        result += tl.sum(mixed, 0)
-    result += tl.sum(q * k * write, 0) * own
+        result += read_pending(faded, values, matrix, n, q * exp(sum_g), v, C, K, V, WK, BV, BT, STAGES)
+    result = read_own(result, q, k, write, own)
     tl.store(out, result, mask=v < V)
 
     tl.store(values + (matrix * C + n) * V + v, own.to(values.dtype.element_ty), mask=v < V)
@@ -181,13 +207,12 @@ def gla_decode_kernel(
 
 @triton.jit
 def append_key(keys, decays, faded, matrix, n, k, g, write, sum_g, C: tl.constexpr, K: tl.constexpr, WK: tl.constexpr):
-    """Row n of a chunk: k and g [WK] as given, and ks; nobody reads ks where the decay is strong."""
+    """Row n of a chunk: k and g [WK] as given, and ks."""
     c = tl.arange(0, WK)
     at = (matrix * C + n) * K + c
     tl.store(keys + at, k.to(keys.dtype.element_ty), mask=c < K)
     tl.store(decays + at, g.to(decays.dtype.element_ty), mask=c < K)
-    scaled = k * write * exp(tl.minimum(-sum_g, MIDDLE_SPLIT_LIMIT))
-    tl.store(faded + at, scaled.to(faded.dtype.element_ty), mask=c < K)
+    tl.store(faded + at, faded_key(k, write, sum_g).to(faded.dtype.element_ty), mask=c < K)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,28 +14,10 @@ from posttrain.kernels.sse.decode import ChunkState, Transition
 from posttrain.kernels.sse.triton_decode import gla_decode_kernel, gla_fold_kernel
 from posttrain.kernels.sse.triton_gla_launch import Sizes, constants_of
 from posttrain.kernels.sse.triton_launch import MAX_CHUNK, MAX_WIDTH, Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.sse.triton_options import DecodeOptions, append_constants
 from posttrain.kernels.sse.triton_prefill import prefill
 
 _DECODE, _FOLD = Launch(gla_decode_kernel), Launch(gla_fold_kernel)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-    """How a step is launched: one set for every batch size, or a sequence's bits would depend on its company.
-
-    First launch. BK, BV: state rows and columns of a tile; BT: pending rows of a tile; STAGES: tiles on their way at once;
-    num_warps; maxnreg: registers a thread at most, None for no limit.
-    Second launch. programs; fold: (BK, BV, num_warps, maxnreg), None for the trainer's blocks.
-    """
-
-    BK: int = 32
-    BV: int = 128
-    BT: int = 8
-    STAGES: int = 3
-    num_warps: int = 1
-    maxnreg: int | None = None
-    programs: int = 528
-    fold: tuple[int, int, int, int] | None = None
 
 
 class TritonChunkState(ChunkState):
@@ -48,6 +30,8 @@ class TritonChunkState(ChunkState):
         total: fp32 [slots, 1+N, H, 2, K]; with n pending rows, place n % 2 holds their summed decay (none where n = 0).
         count: int32 [slots, 1+N], rows since the slot was reset; the pending ones are count % C.
     """
+
+    MOST: ClassVar[dict[str, int]] = {"chunk_size": MAX_CHUNK, "key_dim": MAX_WIDTH, "value_dim": MAX_WIDTH}
 
     def __init__(self, high: Tensor, low: Tensor, pending: dict[str, Tensor], total: Tensor, count: Tensor) -> None:
         self.high, self.low, self.pending, self.total, self.count = high, low, pending, total, count
@@ -74,11 +58,7 @@ class TritonChunkState(ChunkState):
         Raises:
             ValueError: sizes or dtypes that the kernels do not take.
         """
-        sizes = dict(num_slots=num_slots, num_partitions=num_partitions, heads=heads, key_dim=key_dim, value_dim=value_dim)
-        for name, size in {**sizes, "chunk_size": chunk_size}.items():
-            most = {"chunk_size": MAX_CHUNK, "key_dim": MAX_WIDTH, "value_dim": MAX_WIDTH}.get(name)
-            if size < 1 or (most is not None and size > most):
-                raise ValueError(f"{name}={size}, but it must be " + (f"1 to {most}" if most else "at least 1"))
+        cls._check_sizes(num_slots, num_partitions, heads, key_dim, value_dim, chunk_size)
         if transition != "gla":
             raise ValueError(f"transition={transition!r}, but this state is for 'gla' only; use ChunkState")
         if torch.float64 in (dtype, decay_dtype):
@@ -133,15 +113,16 @@ class TritonChunkState(ChunkState):
                     )
         return slots
 
-    def extend(self, x: Inputs, slots: Tensor, *, strict: bool) -> Tensor:
-        """strict: one-token calls too take the trainer's products, over whole chunks."""
+    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
+        """strict: one-token calls too take the trainer's products, over whole chunks; exact: longer calls too compute every row
+        as one-token calls do."""
         slots = self._check(x, slots)
         tokens = x.v.shape[0]
         if tokens == 0:
             return torch.zeros_like(x.v)
         with torch.cuda.device_of(x.v) if x.v.is_cuda else nullcontext():
             one_each = x.longest == 1 and tokens == slots.shape[0]
-            return self.step(x, slots) if one_each and not strict else prefill(x, self, slots)
+            return self.step(x, slots) if one_each and not strict else prefill(x, self, slots, exact=exact)
 
     def step(self, x: Inputs, slots: Tensor) -> Tensor:
         """One token for each slot -> o [B, H, V]. x is checked, its cu_seqlens are not looked at; slots int64 [B] on the device,
@@ -159,8 +140,7 @@ class TritonChunkState(ChunkState):
         routes = max(a.shape[1] for a in (x.q2, x.k2, x.g2))
         routed = tuple(aligned(a.expand(-1, routes, -1, -1)) for a in (x.q2, x.k2, x.g2))
         shared = routed if x.q1 is None or x.k1 is None or x.g1 is None else tuple(aligned(a) for a in (x.q1, x.k1, x.g1))
-        options = {n: a for n, a in asdict(self.options).items() if n not in ("programs", "fold")}
-        options["BV"] = min(options["BV"], max(16, power_of_two(s.V)))
+        options = append_constants(self.options, s.V)
         constants = dict(
             SHARED=x.q1 is not None, R=x.index.shape[1], XR=routes, YR=x.v2.shape[1], N=x.num_partitions, K=s.K, V=s.V, C=s.C,
             LOW=not s.HALF, WK=power_of_two(s.K), **options,

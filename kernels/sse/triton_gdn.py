@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_common import chunk_rows, dot, load_rows, state_offsets, store_rows
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, first_rows, load_rows, state_offsets, store_rows
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _walk(
     BC: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # The row numbers of a chunk are loaded a step before its rows: what is loaded inside a step is not looked through.
-    row = chunk_rows(rows, tl.where(count > 0, first, 0), C, BC)
+    row = first_rows(rows, first, count, C, BC)
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = first + step
         row_of_following = chunk_rows(rows, tl.minimum(chunk + 1, first + count - 1), C, BC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_common import chunk_rows, dot, load_rows, state_offsets, store_rows
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, first_rows, load_rows, state_offsets, store_rows
 from posttrain.kernels.sse.triton_gdn import (
     decays,
     load_scalars,
@@ -65,7 +65,7 @@ def _walk_back(
     ODIV: tl.constexpr, READ: tl.constexpr, HALF: tl.constexpr,
     BC: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = chunk_rows(rows, tl.where(count > 0, first + count - 1, 0), C, BC)
+    row = first_rows(rows, first + count - 1, count, C, BC)
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = first + count - 1 - step
         row_of_following = chunk_rows(rows, tl.maximum(chunk - 1, first), C, BC)

@@ -40,6 +40,7 @@ from posttrain.kernels.sse.triton_common import (
     row_sums,
     state_offsets,
     store_rows,
+    stored_state,
     tile_offsets,
 )
 
@@ -174,7 +175,7 @@ def _walk(
     """A stream's chunks in order, or backward from the last; the loads of the next chunks run ahead. -> the state after them."""
     k = k0 + tl.arange(0, BK)
     # The row numbers of a chunk are loaded a step before its rows: what is loaded inside a step is not looked through.
-    row = chunk_rows(rows, first + (count - 1 if BACKWARD else 0), C, BC)
+    row = chunk_rows(rows, tl.where(count > 0, first + (count - 1 if BACKWARD else 0), 0), C, BC)
     for step in tl.range(0, count, num_stages=STAGES):
         chunk = first + (count - 1 - step if BACKWARD else step)
         following = tl.maximum(chunk - 1, first) if BACKWARD else tl.minimum(chunk + 1, first + count - 1)
@@ -184,7 +185,7 @@ def _walk(
         yv = load_rows(y, row // YDIV, row >= 0, head, heads, V, v0, BV)
         kept = exp(tl.load(decay + ((chunk.to(tl.int64) * heads + head) * 2 + 1) * K + k, mask=k < K, other=0.0))
         where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        tl.store(boundary + where, state.to(boundary.dtype.element_ty), mask=mask)
+        tl.store(boundary + where, stored_state(state, boundary), mask=mask)
         state = state * kept[:, None] + dot(tl.trans(decayed), yv, HALF)
         row = row_of_following
     return state

@@ -182,8 +182,12 @@ def make_call(
     )  # fmt: skip
 
 
-def start_states(c: Call, plan: DevicePlan, *, end: bool) -> tuple[Tensor, Tensor, Chunks]:
-    """-> states at the chunks' starts [NC,H,K,V], final states (empty unless `end`), and what the chunks know of their decay."""
+def start_states(
+    c: Call, plan: DevicePlan, *, end: bool, stored: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Chunks]:
+    """-> states at the chunks' starts [NC,H,K,V], final states (empty unless `end`), and what the chunks know of their decay.
+
+    stored: the starts' dtype, in place of what products read; int16: the upper plane that decoding reads."""
     shape, device = (plan.rows.shape[0], c.heads), c.v.device
     chunks = Chunks(
         plan=plan,
@@ -195,7 +199,7 @@ def start_states(c: Call, plan: DevicePlan, *, end: bool) -> tuple[Tensor, Tenso
         grid = (kind.num_chunks * c.heads, cdiv(c.sizes.K, constants["BK"]))
         tensors, numbers = (plan.rows, kind.g, chunks.decay, chunks.strong), (c.heads, kind.first_chunk)
         _DECAY(grid, tensors, numbers, constants | dict(XDIV=kind.x_div))
-    boundary, final = _scan(c, chunks, c.initial, end=end)
+    boundary, final = _scan(c, chunks, c.initial, end=end, stored=stored)
     return boundary, final, chunks
 
 
@@ -204,7 +208,9 @@ def end_gradients(c: Call, chunks: Chunks, do: Tensor, dfinal: Tensor | None) ->
     return _scan(c, chunks, dfinal, do, end=c.initial is not None)
 
 
-def _scan(c: Call, chunks: Chunks, start: Tensor | None, do: Tensor | None = None, *, end: bool) -> tuple[Tensor, Tensor]:
+def _scan(
+    c: Call, chunks: Chunks, start: Tensor | None, do: Tensor | None = None, *, end: bool, stored: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Along the streams, or with `do` back -> states at the chunks' starts (gradients at their ends) [NC,H,K,V] in the stored
     dtype, and at the streams' other end [S,1+N,H,K,V] fp32 or an empty tensor."""
     s, plan, backward = c.sizes, chunks.plan, do is not None
@@ -216,7 +222,7 @@ def _scan(c: Call, chunks: Chunks, start: Tensor | None, do: Tensor | None = Non
         tensors = (plan.rows, x, kind.g, c.weight, edge)
         grid = (kind.num_chunks * c.heads, cdiv(s.K, constants["BK"]))
         _EDGE(grid, tensors, (c.heads, kind.first_chunk, int(gated), factor), constants | dict(XDIV=kind.x_div))
-    boundary = torch.empty(*shape, s.K, s.V, dtype=s.stored, device=device)
+    boundary = torch.empty(*shape, s.K, s.V, dtype=stored or s.stored, device=device)
     final = torch.empty((*plan.begin.shape, c.heads, s.K, s.V) if end else (0,), dtype=torch.float32, device=device)
     first, routed = c.kinds[0], c.kinds[-1]
     values = (first.v, routed.v) if do is None else (do, do)

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
-from posttrain.kernels.sse.triton_common import state_offsets
-from posttrain.kernels.sse.triton_decode import append_key, load_new, split
+from posttrain.kernels.sse.triton_common import split, state_offsets, stored_state
+from posttrain.kernels.sse.triton_decode import append_key, load_new
+from posttrain.kernels.sse.triton_exact import mix_by_rows, stored_exactly
 from posttrain.kernels.sse.triton_gla_launch import Call, make_call, mix, start_states
 from posttrain.kernels.sse.triton_launch import Launch, aligned, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan
@@ -47,7 +48,7 @@ def gla_keep_kernel(
         tl.store(high + slot_where, upper, mask=mask)
         tl.store(low + slot_where, lower, mask=mask)
         chunk_where, _ = state_offsets(chunk, head, heads, K, V, k0, 0, BK, WV)
-        tl.store(boundary + chunk_where, state.to(boundary.dtype.element_ty), mask=mask & (count > 0))
+        tl.store(boundary + chunk_where, stored_state(state, boundary), mask=mask & (count > 0))
     matrix = target * heads + head
     c, v = tl.arange(0, WK), tl.arange(0, WV)
     sum_g = tl.zeros([WK], dtype=tl.float32)
@@ -69,8 +70,10 @@ def gla_keep_kernel(
 _KEEP = Launch(gla_keep_kernel)
 
 
-def prefill(x: Inputs, state: TritonChunkState, slots: Tensor) -> Tensor:
-    """x's sequences continue in their slots, int64 [S] on the device, distinct -> o [T, H, V]. x is checked."""
+def prefill(x: Inputs, state: TritonChunkState, slots: Tensor, *, exact: bool = False) -> Tensor:
+    """x's sequences continue in their slots, int64 [S] on the device, distinct -> o [T, H, V]. x is checked.
+
+    exact: every row is computed as `step` computes it."""
     tokens, size = x.v.shape[0], x.chunk_size
     counted = state.count.index_select(0, slots)
     pending = counted % size
@@ -79,11 +82,12 @@ def prefill(x: Inputs, state: TritonChunkState, slots: Tensor) -> Tensor:
     )
     full, rest = _full_chunks(plan)
     c = _call(x, state, slots, plan)
-    boundary, final, chunks = start_states(c, replace(plan, chunks=full), end=True)
+    stored = stored_exactly(c.sizes) if exact else None
+    boundary, final, chunks = start_states(c, replace(plan, chunks=full), end=True, stored=stored)
     _keep(c, plan, full, rest, final, boundary, state, slots)
     grown = counted + torch.where(plan.chunks > 0, full * size + rest - pending, 0)
     state.count.index_copy_(0, slots, grown.to(state.count.dtype))
-    return mix(c, chunks, boundary)[:tokens]
+    return mix_by_rows(c, plan, boundary, tokens) if exact else mix(c, chunks, boundary)[:tokens]
 
 
 def _full_chunks(plan: DevicePlan) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.kernels.backend import takes_triton
 from posttrain.kernels.paged_attention import MAX_WIDTH, paged_attention
+from posttrain.kernels.paged_attention.exact import exact_attention, exact_paged_attention
 from posttrain.kernels.rotary import rotary as apply_rotary
 from posttrain.models.cache import KVPool
 from posttrain.models.linear import Linear, RMSNorm
@@ -80,6 +81,9 @@ def _rows_of(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
 class AttentionMixer(nn.Module):
     """x [T, hidden] -> [T, hidden], causal within each packed sequence."""
 
+    # Strict mode: one order of sums for decoding, prefill and training.
+    exact = False
+
     def __init__(self, config: SSEHConfig, layer_idx: int) -> None:
         super().__init__()
         shape = config.shape
@@ -118,6 +122,8 @@ class AttentionMixer(nn.Module):
             assert where is not None
             o = self._extend_pages(q, k, v, lengths, pool, slots, starts, where)
         elif pool is not None:
+            if self.exact:
+                raise ValueError("strict mode decodes from pages: make the SlotCache with paged=True")
             o = self._extend(q, k, v, lengths, pool, slots, starts)
         else:
             o = self._sequences(q, k, v, lengths)
@@ -191,6 +197,15 @@ class AttentionMixer(nn.Module):
 
     def _sequences(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         """Packed sequences from their beginnings, by the kernels of training."""
+        if not self.exact:
+            return self._ordinary(q, k, v, lengths)
+
+        def ordinary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._ordinary(q, k, v, lengths)
+
+        return exact_attention(q, k, v, lengths, window=self.window, ordinary=ordinary)
+
+    def _ordinary(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self._use_varlen(q):
             return self._packed(q, k, v, lengths)
         pieces = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)
@@ -257,7 +272,7 @@ class AttentionMixer(nn.Module):
         for i, (keys, values) in before.items():
             rows = slice(ranges[i].start, ranges[i].stop)
             seen = [torch.cat((old.to(q.dtype), new[rows])) for old, new in ((keys, k), (values, v))]
-            o[rows] = self._continue(q[rows], *seen)
+            o[rows] = self._continue(q[rows], *seen, end=starts[i] + lengths[i])
         fresh = [r for r, start in zip(ranges, starts, strict=True) if len(r) > 1 and not start]
         if fresh:
             rows = _rows_of(fresh, q.device)
@@ -268,12 +283,16 @@ class AttentionMixer(nn.Module):
             o[rows] = self._attend_pages(q[rows], pool, where.positions[rows], where.slots[rows])
         return o
 
-    def _continue(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`_one_sequence`, on a GPU by a kernel that needs no [n, m] mask."""
+    def _continue(self, q: Tensor, k: Tensor, v: Tensor, *, end: int) -> Tensor:
+        """`_one_sequence`, on a GPU by a kernel that needs no [n, m] mask; `end` is the position behind the last token."""
+        if self.exact:
+            return exact_attention(q, k, v, [q.shape[0]], key_lengths=[k.shape[0]], ends=[end], window=self.window)
         return self._varlen(q, k, v, [q.shape[0]], [k.shape[0]]) if self._use_varlen(q) else self._one_sequence(q, k, v)
 
     def _attend_pages(self, q: Tensor, pool: PagedKV, positions: Tensor, slots: Tensor) -> Tensor:
         """One token a sequence, its own key and value in place -> [B, H, D]; on a GPU nothing is read back."""
+        if self.exact:
+            return exact_paged_attention(q, pool.keys, pool.values, pool.table, slots, positions, window=pool.window)
         if takes_triton(q, None, max_width=MAX_WIDTH):
             return paged_attention(q, pool.keys, pool.values, pool.table, slots, positions, window=pool.window)
         return self._decode(q, pool, slots.tolist(), (positions + 1).tolist())

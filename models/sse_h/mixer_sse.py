@@ -70,6 +70,8 @@ class SSEMixerBase(nn.Module):
 
     # Keys of an "sse_gdn" layer are always silu.
     key_map: Map = "silu"
+    # Strict mode: every row is computed as decoding computes it.
+    exact = False
 
     def __init__(self, config: SSEHConfig) -> None:
         super().__init__()
@@ -219,6 +221,7 @@ class SSEMixer(SSEMixerBase):
     def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):
         g1, g2 = gates
         shared = (q1, k1, g1) if self.shared_partition else (None, None, None)
+        common = {**common, "exact": self.exact}
         if "state" in common:
             return sse_extend(*shared, q2, k2, g2, v, weight, index, **common)
         return sse(*shared, q2, k2, g2, v, weight, index, chunk_size=self.chunk_size, output_final_state=False, **common)[0]

@@ -22,6 +22,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from posttrain.kernels.batch_invariant import head_logprobs
 from posttrain.kernels.recompute import keep_results
 from posttrain.models.cache import KVPool, SlotCache
 from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU
@@ -53,7 +54,10 @@ class SSEHModelOutput(ModelOutput):
 
 @dataclass
 class SSEHCausalLMOutput(ModelOutput):
-    """Output of the language model; `loss` includes the weighted balance loss in training, `logits` are None where skipped."""
+    """Output of the language model; `loss` includes the weighted balance loss in training, `logits` are None where skipped.
+
+    log_probs, entropy: fp32 [B, columns], of the labels in `score_labels` and of their distributions, where asked for.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -61,6 +65,8 @@ class SSEHCausalLMOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     balance_loss: Tensor | None = None
     router_indices: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +361,7 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SSEHModel(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.exact = False  # see `posttrain.models.exact`
         self.post_init()
 
     @classmethod
@@ -380,6 +387,8 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         output_router_indices: bool = False,
         output_hidden_states: bool | None = None,
         skip_logits: bool | None = None,
+        score_labels: Tensor | None = None,
+        temperature: float = 1.0,
         one_token: OneToken | None = None,
         **kwargs: Any,
     ) -> SSEHCausalLMOutput:
@@ -392,6 +401,8 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             logits_to_keep: the last n columns (0: all), or a LongTensor of columns (rows of a packed input).
             num_items_in_batch: divides the summed cross-entropy instead of this batch's own count (gradient accumulation).
             skip_logits: do not compute logits; default: in training with labels, where the loss is made in chunks of rows.
+            score_labels: [B, columns], shifted already, -100 where nothing is scored: instead of logits come log-probabilities
+                and entropies of strict mode at `temperature`, a generator's bits in a packed forward.
             one_token: see `SSEHModel.forward`.
         """
         if one_token is not None:
@@ -414,6 +425,8 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             packing=packing,
         )
         hidden = outputs.last_hidden_state
+        if score_labels is not None:
+            return self._scores(outputs, score_labels, temperature)
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self._loss(hidden, packing, labels, shift_labels, num_items_in_batch)
@@ -430,6 +443,19 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             balance_loss=outputs.balance_loss,
             router_indices=outputs.router_indices,
+        )
+
+    def _scores(self, outputs: SSEHModelOutput, labels: Tensor, temperature: float) -> SSEHCausalLMOutput:
+        if not self.exact:
+            raise ValueError("score_labels is for strict mode: call posttrain.models.exact.make_exact(model) first")
+        hidden = outputs.last_hidden_state
+        assert hidden is not None
+        scored = labels != -100
+        found = head_logprobs(hidden[scored], self.lm_head.weight, labels[scored], temperature=temperature)
+        # Scattered, so that a batch without any label stays connected to the model.
+        log_probs, entropy = (a.new_zeros(labels.shape).masked_scatter(scored, a) for a in found)
+        return SSEHCausalLMOutput(
+            log_probs=log_probs, entropy=entropy, balance_loss=outputs.balance_loss, router_indices=outputs.router_indices
         )
 
     def _loss(

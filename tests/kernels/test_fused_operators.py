@@ -156,6 +156,14 @@ def test_rotary(backend, dtype, tokens, heads, dim):
 
 
 @BACKENDS
+def test_rotary_reads_tables_of_half_precision(backend):
+    x, table = randn(5, 2, 20).float().to(DEVICE), randn(5, 1, 20, seed=1).to(DEVICE, torch.bfloat16)
+    cos, sin = table.chunk(2, dim=-1)
+    found = rotary(x, cos, sin, backend=backend)
+    torch.testing.assert_close(found, rotary(x, cos.float(), sin.float(), backend="torch"), rtol=1e-6, atol=1e-6)
+
+
+@BACKENDS
 @DTYPES
 @pytest.mark.parametrize("fn", ["silu", "softmax"])
 @pytest.mark.parametrize("shape", [(5, 3, 128), (1, 1, 1), (37, 2, 20)])
@@ -207,6 +215,11 @@ def test_linear_cross_entropy_of_nothing_and_of_wrong_shapes():
         linear_cross_entropy(hidden, weight, torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="alike"):
         linear_cross_entropy(hidden, weight.double(), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="targets must be int64"):
+        linear_cross_entropy(hidden, weight, torch.zeros(3))
+    for rows in (0, -1):  # a negative step would walk over nothing and find no loss
+        with pytest.raises(ValueError, match=f"chunk_rows={rows}"):
+            linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.long), chunk_rows=rows)
 
 
 @pytest.mark.parametrize("items", [777, 1021])

@@ -84,3 +84,22 @@ def test_another_way_through_the_layer_is_an_error():
     loss = checkpoint(changing, x, use_reentrant=False, context_fn=keep_results, early_stop=False)
     with pytest.raises(RuntimeError, match="called an operator 1 times at first, and now more often"):
         loss.backward()
+
+
+def test_a_result_changed_in_place_is_an_error():
+    """The second run would start from the changed numbers, and the gradient would be wrong without a word."""
+
+    def changing(x: Tensor) -> Tensor:
+        a, _ = Double.apply(x.sin())
+        return a.mul_(3).square().sum()
+
+    x = torch.ones(3, requires_grad=True)
+    loss = checkpoint(changing, x, use_reentrant=False, context_fn=keep_results)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_results_are_kept_without_gradients_too():
+    with torch.inference_mode():
+        x = torch.linspace(-1, 1, 7)
+        assert torch.equal(checkpoint(layer, x, use_reentrant=False, context_fn=keep_results), layer(x))

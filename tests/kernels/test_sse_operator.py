@@ -193,3 +193,33 @@ def test_every_tensor_must_be_on_one_device():
     positional = [tensors[n] for n in (*case.names, "weight", "index")]
     with pytest.raises(ValueError, match="v2 is on meta, but v is on cpu"):
         sse(*positional, v2=tensors["v2"].to("meta"), **options)
+
+
+@pytest.mark.parametrize("names", ["qkgb", "b"])
+@pytest.mark.parametrize("low", ["1", "2"])
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_half_precision_in_one_kind_of_partition_rounds_nothing_of_the_other(transition, low, names):
+    """A mixed-precision model may hand over fp32 decays beside bf16 keys, or adapters in another dtype."""
+    case = replace(CASES["no gate"], transition=transition)
+    tensors, options = make_case(case)
+    halved = [n for n in case.names if n[0] in names and n[1:] == low]
+    mixed = tensors | {n: tensors[n].bfloat16() for n in halved}
+    widened = mixed | {n: mixed[n].float() for n in halved}
+    operator = sse if transition == "gla" else sse_gdn
+    found, want = (
+        operator(*[t[n] for n in (*case.names, "weight", "index")], initial_state=t["initial_state"], **options)
+        for t in (mixed, widened)
+    )
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("transition", ["gla", "gdn"])
+def test_second_derivatives_are_refused(transition):
+    case = replace(CASES["one token"], transition=transition)
+    tensors, options = make_case(case)
+    leaves = [tensors[n].requires_grad_() for n in case.names]
+    operator = sse if transition == "gla" else sse_gdn
+    o, _ = operator(*leaves, tensors["weight"], tensors["index"], **options)
+    (dv,) = torch.autograd.grad(o.square().sum(), leaves[-1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dv.square().sum().backward()

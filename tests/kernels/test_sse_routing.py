@@ -62,6 +62,8 @@ BAD = {
     "key shape": (dict(k2=torch.zeros(12, 2, 15)), "k2"),
     "no routed key": (dict(k2=None), "k2 is None"),
     "values": (dict(v=torch.zeros(12, 48)), r"\[T, H, V\]"),
+    "no key channels": (dict(q2=torch.zeros(12, 2, 0), k2=torch.zeros(12, 2, 0), g2=torch.zeros(12, 2, 0)), "K at least 1"),
+    "no value channels": (dict(v=torch.zeros(12, 2, 0)), "at least one channel"),
     "v2": (dict(v2=torch.zeros(12, 3, 2, 24)), "v2"),
 }
 

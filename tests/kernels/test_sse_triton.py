@@ -39,6 +39,7 @@ SHORTER = {
 OWN = {
     "two heads": Case(lengths=(11,), heads=2, partitions=2),
     "widths of two blocks": Case(lengths=(7,), heads=1, key_dim=96, value_dim=80, partitions=1),
+    "most partitions and routes": Case(lengths=(3,), heads=1, key_dim=3, value_dim=2, partitions=64, routed=8, chunk_size=4),
     "narrow": Case(lengths=(18,), heads=1, key_dim=1, value_dim=3, partitions=2, decay=-5.0),
     "longest chunk": Case(lengths=(131,), heads=1, chunk_size=128, partitions=1),
     "longest chunk, strong decay": Case(lengths=(90,), heads=1, chunk_size=128, partitions=1, decay=-3.0, initial=False),

@@ -14,6 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted programs cost some 20 ms each, so one head and few chunks.
 SMALL: dict[str, Case] = {
     "empty and one token": Case(lengths=(0, 19, 1), heads=1, routed=2, partitions=3),
+    "no token": Case(lengths=(0, 0), heads=1, partitions=2),
+    "most partitions and routes": Case(lengths=(3,), heads=1, key_dim=3, value_dim=2, partitions=64, routed=8, chunk_size=4),
     "two merges, strong decay": Case(lengths=(70,), heads=1, partitions=1, chunk_size=64, decay=-5.0, initial=False),
     "odd chunk, read gate": Case(lengths=(17, 3), heads=1, chunk_size=13, gate="read", partitions=2),
     "per route, no shared, write gate": Case(lengths=(11, 6), heads=2, per_route=True, shared=False, routed=2, gate="write"),

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 # Triton under a driver that names a device and never launches: calls compile their kernels, and leave their outputs unwritten.
-PROGRAM = """
+SETUP = """
 import json, sys
 
 import torch
@@ -39,7 +39,8 @@ def compile_only(self, *args, grid, warmup, **options):
 
 
 JITFunction.run = compile_only
-
+"""
+PROGRAM = """
 from posttrain.kernels.sse import triton_gdn_ops, triton_gla_ops
 from posttrain.kernels.sse.cases import Case, make_case
 from posttrain.kernels.sse.checks import check_inputs
@@ -63,19 +64,40 @@ o, _ = operator(found, output_final_state=False)
 torch.autograd.grad(o, [*leaves.values(), weight], torch.zeros_like(o))
 print(json.dumps([(name, kernel.metadata.shared) for name, kernel in compiled]))
 """
+SAMPLING = """
+from posttrain.kernels.sampling import triton_sampling
+
+logprobs, keys = torch.zeros(4, 151936), torch.zeros(4, dtype=torch.int64)
+triton_sampling.triton_draw(logprobs, keys, keys)
+column, flags = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
+triton_sampling.triton_advance(torch.zeros(6, 4, dtype=torch.int64), flags, keys[:1], keys, keys, column, column, flags)
+print(json.dumps([(name, kernel.metadata.shared) for name, kernel in compiled]))
+"""
 SHARED_MEMORY = 232_448  # bytes a program may have on an H100 or H200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transition", ["gla", "gdn"])
 def test_compiles_for_hopper(transition, root, tmp_path):
-    environment = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, transition], cwd=root, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    shared = json.loads(done.stdout.splitlines()[-1])
+    shared = compiled_by(PROGRAM, transition, root=root, cache=tmp_path)
     wanted = {f"{transition}_{name}_kernel" for name in ("gradient", "scan")}
     assert wanted <= {name for name, _ in shared}
     assert [(name, size) for name, size in shared if size > SHARED_MEMORY] == []
+
+
+@pytest.mark.slow
+def test_sampling_compiles_for_hopper(root, tmp_path):
+    names = [name for name, _ in compiled_by(SAMPLING, root=root, cache=tmp_path)]
+    assert names == ["mass_kernel", "draw_kernel", "advance_kernel"]
+
+
+def compiled_by(program, *arguments, root, cache):
+    """[(kernel, bytes of shared memory)]."""
+    environment = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + program, *arguments],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
