@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+# Names of the rewards that say whether the answer is right.
+CORRECTNESS = ("maths", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +94,12 @@ class Completion:
 @dataclass(frozen=True, kw_only=True)
 class Ratings:
     """What the rewards said of P groups of G: weighted sums `totals` [P][G], `parts` name -> [P][G], None where not judged;
-    `timeouts` verifications were killed. Penalties and advantages come later."""
+    `flat` [P] marks groups that teach nothing, for no completion of them that is trained on has an advantage; `timeouts`
+    verifications were killed. Penalties and advantages come later."""
 
     totals: list[list[float | None]]
     parts: dict[str, list[list[float | None]]]
+    flat: list[bool]
     timeouts: int = 0
 
 

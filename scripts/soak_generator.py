@@ -33,6 +33,7 @@ from posttrain.rollout import Generator, load_snapshot, save_snapshot
 from posttrain.types import Completion, Request
 
 VOCABULARY, LENGTH, SEQUENCES, PAGES = 50, 160, 8, 8
+PROMPTS = (1, 3, 9, 17, 40, 60, 63, 64, 120, 127)  # lengths, some about to need a page
 POLICIES = ("continue", "recompute", "restart", "finish")
 # Samples that may be open at once, and how often an event happens in a turn.
 OPEN = 48
@@ -77,7 +78,7 @@ class Soak:
     def request(self, name: str) -> Request:
         rng = self.rng
         return Request(
-            id=name, prompt_ids=[rng.randrange(2, VOCABULARY) for _ in range(rng.choice((1, 3, 9, 17, 40, 60, 63, 64, 120, 127)))],
+            id=name, prompt_ids=[rng.randrange(2, VOCABULARY) for _ in range(rng.choice(PROMPTS))],
             n=rng.choice((1, 1, 2, 3, 5)), max_tokens=rng.randrange(1, 13), temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
             top_k=rng.choice((0, 0, 5)), top_p=rng.choice((1.0, 1.0, 0.9)), min_p=rng.choice((0.0, 0.0, 0.05)),
             seed=rng.randrange(1000),

@@ -1,22 +1,23 @@
-"""The one-token forward as CUDA graphs, one for each of a few batch sizes, captured when first needed.
+"""Decode steps as CUDA graphs, forward and sampling together, captured when first needed: one for each of a few batch sizes and
+each kind of sampling that occurs.
 
-A graph replays kernels with the addresses that they were captured with: inputs are copied into fixed tensors, rows beyond the
-batch are padding (slot -1), logits come out in one buffer that all graphs write. Weights are read where they lay at the capture,
-so updates in place are seen; where a parameter has moved since, the graphs are dropped.
+A graph replays kernels with the addresses that they were captured with: the slots are copied into a fixed tensor when the rows
+change, rows beyond the batch are padding (slot -1), what was drawn comes out in one table that all graphs write. Weights are read
+where they lay at the capture, so updates in place are seen; where a parameter has moved since, the graphs are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.paged import OneToken
+from posttrain.rollout.sampling import Kind
 
-# tokens [B], where they go -> logits [B, vocab], partitions [layers, B, R] or None
-Step = Callable[[Tensor, OneToken], tuple[Tensor, Tensor | None]]
+# slots [B] -> what was drawn [B, columns]
+Step = Callable[[Tensor, Kind], Tensor]
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -28,10 +29,12 @@ def graph_sizes(largest: int) -> list[int]:
     return [*sizes, largest]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    router: Tensor | None
+def graph_kind(kind: Kind, size: int) -> Kind:
+    """The kind that a graph of `size` rows is captured for: truncated rows are rounded up to powers of four."""
+    cut = 1
+    while cut < kind.cut:
+        cut *= 4
+    return replace(kind, cut=min(cut, size) if kind.cut else 0)
 
 
 class DecodeGraphs:
@@ -41,37 +44,36 @@ class DecodeGraphs:
     def __init__(self, model: nn.Module, largest: int, device: torch.device) -> None:
         self._model, self._device = model, device
         self.sizes = graph_sizes(largest)
-        self._tokens, self._positions = (torch.zeros(largest, dtype=torch.int64, device=device) for _ in range(2))
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
-        self._logits: Tensor | None = None
-        self._captured: dict[int, _Captured] = {}
+        self._holds: Tensor | None = None  # the slots that were copied last
+        self._table: Tensor | None = None
+        self._captured: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
         self._kept: list[object] = []
         self._addresses: tuple[int, ...] = ()
         self._pool = None
 
-    def run(self, step: Step, tokens: Tensor, one_token: OneToken, *, keep: Callable[[], object]) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, vocab] and partitions [layers, B, R], both valid until the next call.
+    def run(self, step: Step, slots: Tensor, kind: Kind, *, keep: Callable[[], object]) -> Tensor:
+        """The step's table of `slots` [B], valid until the next call. The same tensor of slots means the same slots.
 
         Args:
-            step: the forward, the same at every call; it must take padding rows without a trace, and read nothing back.
+            step: the same function at every call; it must take padding rows without a trace, and read nothing back.
             keep: called after a capture; what it returns lives as long as the graphs (tensors that the model might replace).
         """
-        batch = tokens.shape[0]
+        batch = slots.shape[0]
         size = next(size for size in self.sizes if size >= batch)
-        captured = self._captured.get(size)
-        if captured is None:
-            with torch.cuda.device(self._device):
-                captured = self._capture(step, size)
+        key = size, graph_kind(kind, size)
+        if key not in self._captured:
+            self._slots.fill_(-1)
+            self._holds = None
+            self._captured[key] = self._capture(step, *key)
             self._kept.append(keep())
-        self._tokens[:batch].copy_(tokens)
-        self._positions[:batch].copy_(one_token.positions)
-        self._slots[:batch].copy_(one_token.slots)
-        if batch < size:
-            self._positions[batch:size].zero_()
-            self._slots[batch:size].fill_(-1)
-        captured.graph.replay()
-        assert self._logits is not None
-        return self._logits[:batch], None if captured.router is None else captured.router[:, :batch]
+        if slots is not self._holds:
+            self._slots[:batch].copy_(slots)
+            self._slots[batch:].fill_(-1)
+            self._holds = slots
+        self._captured[key].replay()
+        assert self._table is not None
+        return self._table[:batch]
 
     def drop_if_moved(self) -> None:
         """Forgets the graphs where a parameter lies elsewhere than when they were captured."""
@@ -82,25 +84,20 @@ class DecodeGraphs:
             self._pool = None
             self._addresses = addresses
 
-    def _capture(self, step: Step, size: int) -> _Captured:
-        one_token = OneToken(positions=self._positions[:size], slots=self._slots[:size])
-        self._slots[:size].fill_(-1)
-        self._positions[:size].zero_()
-        self._tokens[:size].zero_()
+    def _capture(self, step: Step, size: int, kind: Kind) -> torch.cuda.CUDAGraph:
         current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):  # compiles kernels and makes workspaces; padding leaves no trace
-            logits, _ = step(self._tokens[:size], one_token)
+        # Compiles kernels and makes workspaces; padding leaves no trace.
+        with torch.cuda.device(self._device), torch.cuda.stream(aside):
+            table = step(self._slots[:size], kind)
         current.wait_stream(aside)
-        if self._logits is None:
-            self._logits = logits.new_empty(self.sizes[-1], logits.shape[-1])
-        del logits
+        if self._table is None:
+            self._table = table.new_zeros(self.sizes[-1], table.shape[1])
+        del table
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads of a server or a learner may go on using the device.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, router = step(self._tokens[:size], one_token)
-            self._logits[:size].copy_(logits)
-        self._captured[size] = _Captured(graph=graph, router=router)
-        return self._captured[size]
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._table[:size].copy_(step(self._slots[:size], kind))
+        return graph

@@ -19,6 +19,11 @@ from posttrain.models.sse_h import SSEHConfig
 MEMORY_FRACTION = 0.5
 
 
+# What a row of logits takes while it is sampled, in bytes a logit: as the model gave it, in fp32, under the temperature, and both
+# log-softmaxes. What truncation needs besides is bounded by blocks of rows (posttrain.rollout.sampling).
+SAMPLING_BYTES = 2 + 4 * 4
+
+
 def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
@@ -28,7 +33,8 @@ class MemoryPlan:
     """Sizes of a generator's cache.
 
     slots: sequences at once and the spare one; pages: of PAGE tokens, one of them nobody's, or None: they are made as needed;
-    slot_bytes, page_bytes: of one; free_bytes: what was free before, or None where it was not measured.
+    slot_bytes, page_bytes: of one; free_bytes: what was free before, or None where it was not measured; workspace_bytes: what a
+    step may need besides, estimated.
     """
 
     slots: int
@@ -37,6 +43,7 @@ class MemoryPlan:
     page_bytes: int
     max_length: int
     free_bytes: int | None = None
+    workspace_bytes: int = 0
 
     def bytes_of(self, length: int) -> int:
         """Of one sequence that shares no page."""
@@ -73,14 +80,17 @@ def plan_memory(
     dtype: torch.dtype,
     kv_tokens: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
-    extra_slot_bytes: int = 0,
+    router: bool = False,
+    max_prefill_tokens: int = 8192,
 ) -> MemoryPlan:
     """The plan for `max_sequences` sequences of up to `max_length` tokens.
 
     Args:
         kv_tokens: tokens of keys and values in all, instead of what memory allows.
-        memory_fraction: part of the free memory of a CUDA device that caches may take; without effect elsewhere.
-        extra_slot_bytes: what the caller keeps a slot besides the cache.
+        memory_fraction: part of the free memory of a CUDA device that caches may take, or less where the largest forward would
+            not fit beside them; without effect elsewhere.
+        router: whether the router's choices are kept with a sequence.
+        max_prefill_tokens: of the largest forward.
 
     Raises:
         ValueError: the states, or two sequences of `max_length` (one that runs, one prompt), do not fit.
@@ -88,19 +98,23 @@ def plan_memory(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}, but it must be above 0 and at most 1")
     slot_bytes, page_bytes = SlotCache.measure(config, device=device, dtype=dtype)
-    slot_bytes += extra_slot_bytes
+    if router:
+        width = 1 if config.num_partitions <= 256 else 2
+        slot_bytes += max_length * len(config.sse_layers) * config.num_selected * width
     slots, free = max_sequences + 1, _free(device)
+    workspace = workspace_bytes(config, max_prefill_tokens, max_sequences, element_size=dtype.itemsize)
     least = 1 + 2 * pages_of(max_length)
     pages = None if kv_tokens is None else 1 + pages_of(kv_tokens)
     if free is not None:
-        budget = int(free * memory_fraction)
+        budget = max(0, min(int(free * memory_fraction), free - workspace))
         left = budget - slots * slot_bytes
         if left < 0 or (page_bytes and left < least * page_bytes):
             fitting = max(0, (budget - least * page_bytes) // max(1, slot_bytes) - 1)
             raise ValueError(
                 f"max_sequences={max_sequences} take {slots * slot_bytes:,} bytes of state and two sequences of "
-                f"max_length={max_length} {least * page_bytes:,} of keys and values, but memory_fraction={memory_fraction} of "
-                f"{free:,} free bytes is {budget:,}; at most max_sequences={fitting} fit"
+                f"max_length={max_length} {least * page_bytes:,} of keys and values, but of {free:,} free bytes "
+                f"memory_fraction={memory_fraction} and {workspace:,} for the largest forward leave {budget:,}; "
+                f"at most max_sequences={fitting} fit"
             )
         if pages is None and page_bytes:
             pages = min(left // page_bytes, 1 + slots * pages_of(max_length))
@@ -110,8 +124,22 @@ def plan_memory(
         )
     return MemoryPlan(
         slots=slots, pages=pages if page_bytes else 2, slot_bytes=slot_bytes, page_bytes=page_bytes, max_length=max_length,
-        free_bytes=free,
+        free_bytes=free, workspace_bytes=workspace,
     )  # fmt: skip
+
+
+def workspace_bytes(config: SSEHConfig, tokens: int, rows: int, *, element_size: int) -> int:
+    """Bytes that a forward over `tokens` packed tokens, or the sampling of `rows` rows, takes at its peak, about: the residual
+    stream and a norm, the MLP's gate, up and product or the mixer's projections with fp32 decays, and the states at the chunks'
+    starts; of logits those of the rows that are sampled."""
+    shape = config.shape
+    width, wide = config.num_attention_heads * shape.head_dim, max(4, element_size)
+    mixer = 8 * width * element_size
+    if config.sse_layers:
+        touched = 1 + config.num_selected
+        mixer += 2 * width * wide + touched * width * shape.head_dim * wide // config.chunk_size
+    a_token = 3 * config.hidden_size * element_size + max(3 * config.intermediate_size * element_size, mixer)
+    return tokens * a_token + rows * config.vocab_size * SAMPLING_BYTES
 
 
 def _free(device: torch.device) -> int | None:

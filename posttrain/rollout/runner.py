@@ -1,12 +1,13 @@
-"""The model with its cache, in terms of slots: prefill, one-token steps, forks, snapshots. Knows no requests.
+"""The model with its cache, in terms of slots: prefill, decode steps, forks, snapshots. Knows no requests.
 
-On a GPU a decode step reads nothing back: tokens, positions and slots are device tensors, pages are booked on the host from the
-lengths it knows anyway, and the forward is a CUDA graph where every layer has kernels that one can hold (the gated delta rule has
-none yet), the weights are not cast by autocast, and the device is CUDA; elsewhere it is called as it is.
+A decode step is one forward and the sampling of its tokens. On a GPU it reads nothing back: what goes in lies in `DecodeState`,
+pages are booked on the host from the lengths that it knows anyway, and the step is a CUDA graph where every layer has kernels
+that one can hold (the gated delta rule has none yet) and the weights are not cast by autocast; elsewhere it is called as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,33 +17,52 @@ from posttrain.kernels.backend import takes_triton
 from posttrain.kernels.paged_attention import MAX_WIDTH
 from posttrain.kernels.sse import ChunkState
 from posttrain.models.cache import SlotCache
+from posttrain.models.exact import is_exact
 from posttrain.models.paged import OneToken, PagedKV, upload
 from posttrain.models.sse_h import SSEHConfig
 from posttrain.models.sse_h.mixer_attention import RotaryTable
+from posttrain.rollout.decode_batch import DecodeBatch
+from posttrain.rollout.decode_state import DecodeState
+from posttrain.rollout.exact import with_exact_logprobs
 from posttrain.rollout.graphs import DecodeGraphs
 from posttrain.rollout.memory import MemoryPlan, pages_of
 from posttrain.rollout.router_log import RouterLog
+from posttrain.rollout.sampling import Draw, Kind, SamplingParams, sample
+
+# Fields of the configuration that shape a slot's tensors.
+_LAYOUT = (
+    "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "num_partitions", "num_selected", "chunk_size",
+    "sliding_window",
+)  # fmt: skip
 
 
 class Runner:
     """Args:
+    ends: tokens that end a completion.
     graphs: whether decode steps may be CUDA graphs.
-
-    Attributes:
-        newest: int64 [slots] on the device, the last sampled token of each slot: the next step's input.
     """
 
-    def __init__(self, model: nn.Module, config: SSEHConfig, plan: MemoryPlan, *, router: bool, graphs: bool) -> None:
+    def __init__(
+        self, model: nn.Module, config: SSEHConfig, plan: MemoryPlan, *, ends: Collection[int], router: bool, graphs: bool
+    ) -> None:
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
+        self._exact = is_exact(model)
         self.cache = SlotCache(
             config, plan.slots, max_length=plan.max_length, paged=True, num_pages=plan.pages, device=parameter.device,
             dtype=parameter.dtype,
         )  # fmt: skip
-        self.router = RouterLog(plan.slots, plan.max_length, config.num_partitions) if router else None
-        self.newest = torch.zeros(plan.slots, dtype=torch.int64, device=parameter.device)
+        self.router: RouterLog | None = None
+        if router:
+            self.router = RouterLog(
+                plan.slots, plan.max_length, layers=len(config.sse_layers), routed=config.num_selected,
+                num_partitions=config.num_partitions, device=self.device,
+            )  # fmt: skip
+        self.state = DecodeState(plan.slots, ends, self.device)
+        # Layers that take padding rows need not run a sequence that has ended.
+        self._skips_ended = self.device.type == "cuda" and all(_takes_padding(state) for state in self.cache.states)
         self.graphs: DecodeGraphs | None = None
-        if graphs and self.device.type == "cuda" and all(_fits_a_graph(state) for state in self.cache.states):
+        if graphs and self._skips_ended:
             self.graphs = DecodeGraphs(model, plan.slots - 1, self.device)
 
     # -- forwards -----------------------------------------------------------------------------------------------------
@@ -72,22 +92,36 @@ class Runner:
             self.router.write(out.router_indices, packed[2], packed[1])
         return out.logits[0][: len(keep)]
 
-    def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, slot_list: list[int]) -> Tensor:
-        """One token for each slot -> logits [B, vocab], valid until the next step."""
-        self.cache.reserve_next(slot_list)
-        one_token = OneToken(positions=positions, slots=slots)
+    def decode(self, batch: DecodeBatch) -> Tensor:
+        """One token of every row -> the table of `DecodeState.record`, valid until the next step."""
+        self.cache.reserve_next(batch.slot_list)
         if self.graphs is not None and not torch.is_autocast_enabled(self.device.type):
-            logits, router = self.graphs.run(self._one_token, tokens, one_token, keep=self._tables_of_positions)
+            table = self.graphs.run(self._step, batch.slots, batch.kind, keep=self._tables_of_positions)
         else:
-            logits, router = self._one_token(tokens, one_token)
-        if self.router is not None and router is not None:
-            self.router.write(router, slots, positions)
-        self.cache.advance(slot_list, [1] * len(slot_list))
-        return logits
+            table = self._step(batch.slots, batch.kind)
+        self.cache.advance(batch.slot_list, [1] * len(batch.slot_list))
+        return table
 
-    def _one_token(self, tokens: Tensor, one_token: OneToken) -> tuple[Tensor, Tensor | None]:
-        out = self.model(input_ids=tokens[None], past_key_values=self.cache, one_token=one_token)
-        return out.logits[0], out.router_indices
+    def first(self, logits: Tensor, slots: list[int], kind: Kind) -> Tensor:
+        """The first tokens of samples that have begun, from the logits [B, vocab] after their prompts -> as `decode`."""
+        entries = self.state.read(upload(slots, torch.int64, self.device))
+        return self.state.record(self._sample(logits, self.state.params(entries, kind), entries.drawn), entries)
+
+    def _step(self, slots: Tensor, kind: Kind) -> Tensor:
+        entries = self.state.read(slots)
+        # At an address of its own, which kernels are compiled for.
+        positions = entries.position.clone()
+        live = torch.where(entries.live, slots, -1)
+        where = OneToken(positions=positions, slots=live if self._skips_ended else slots)
+        out = self.model(input_ids=entries.token[None], past_key_values=self.cache, one_token=where)
+        if self.router is not None and out.router_indices is not None:
+            self.router.write(out.router_indices, live, positions)
+        draw = self._sample(out.logits[0], self.state.params(entries, kind), entries.drawn)
+        return self.state.record(draw, entries)
+
+    def _sample(self, logits: Tensor, params: SamplingParams, drawn: Tensor) -> Draw:
+        draw = sample(logits, params, drawn)
+        return with_exact_logprobs(draw, logits, params) if self._exact else draw
 
     def _tables_of_positions(self) -> object:
         """A longer table may replace the one that a graph reads."""
@@ -134,19 +168,28 @@ class Runner:
     def export(self, slot: int) -> dict[str, Any]:
         return self.cache.export(slot)
 
-    def load(self, slot: int, cached: dict[str, Any], newest: int) -> None:
+    def load(self, slot: int, cached: dict[str, Any]) -> None:
         self.cache.load(slot, cached["cache"])
         if self.router is not None:
-            self.router.load(slot, cached["router_indices"], self.device)
-        self.newest[slot] = newest
+            self.router.load(slot, cached["router_indices"])
+
+    def layout(self) -> dict[str, Any]:
+        """What an exported slot's tensors depend on: equal layouts exchange them."""
+        config = self.cache.config
+        return {
+            "layers": [type(state).__name__ for state in self.cache.states],
+            "dtype": str(self.cache.dtype).removeprefix("torch."),
+            **{name: getattr(config, name) for name in _LAYOUT},
+        }
 
     def router_indices(self, slot: int, length: int) -> Tensor | None:
         """Partitions of a slot's first `length` tokens, [layers, length, R], on the host."""
         return None if self.router is None else self.router.take(slot, length)
 
 
-def _fits_a_graph(state: object) -> bool:
-    """Whether a layer's one-token step reads nothing back, as `ChunkState`'s own does to find full chunks."""
+def _takes_padding(state: object) -> bool:
+    """Whether a layer's one-token step takes negative slots, and reads nothing back, as `ChunkState`'s own does to find full
+    chunks."""
     if isinstance(state, PagedKV):
         return takes_triton(state.keys, None, max_width=MAX_WIDTH)
     return isinstance(state, ChunkState) and type(state) is not ChunkState

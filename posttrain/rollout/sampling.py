@@ -2,10 +2,8 @@
 
     temperature -> top_k -> top_p -> min_p -> softmax -> inverse CDF by one uniform number a row
 
-Why the inverse CDF is taken in fixed point: a float cumulative sum depends on the order of its additions, and GPU scans choose
-that order by the shape of the batch. Probabilities are therefore rounded to multiples of 2^-46 and summed as int64, which is
-exact in any order; a row's token depends on that row alone. Truncation is by rank in a stable descending sort, so that ties go to
-the lowest id.
+The inverse CDF is taken in fixed point (`posttrain.kernels.sampling`), so a row's token depends on that row alone. Truncation is
+by rank in a stable descending sort, so that ties go to the lowest id.
 
 Two log-probabilities come back: under the distribution that the token was really drawn from, and under the model's own softmax.
 Greedy rows (temperature below 1e-5, as in vLLM) draw from a point mass: log-probability 0.
@@ -13,45 +11,88 @@ Greedy rows (temperature below 1e-5, as in vLLM) draw from a point mass: log-pro
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.models.linear import elementwise
+from posttrain.kernels.sampling import draw, fixed_point
 from posttrain.models.paged import upload
-from posttrain.rollout.random import uniform
 
 GREEDY_BELOW = 1e-5
-_FIXED_POINT = 2.0**46  # a row's sum stays below 2^47: exact in int64 and in float64
+NO_TOP_K = torch.iinfo(torch.int64).max
 _BLOCK = 2**24  # logits handled at once; bounds the int64 temporaries (128 MB each)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Parameters of B rows, on the device of the logits; make it with `SamplingParams.build`.
+class Kind:
+    """What a step over some rows has to compute, known on the host: a CUDA graph holds one kind. A row's numbers are the same
+    under every kind that computes what it needs.
 
     Attributes:
-        keys: int64 [B], `stream_key` of each row.
-        temperature: float32 [B], 1 in greedy rows.
-        greedy: bool [B], or None where no row is greedy.
-        cut_rows, cut: rows that are truncated, on the host and as int64 [B'] (None where none is);
-            top_k int64, top_p float64 and log_min_p float32, each [B', 1], are theirs.
-        plain: True where every row samples from the model's own softmax, so that both log-probabilities are one.
+        mode: "plain": every row samples from the model's own softmax, both log-probabilities are one; "greedy": none samples;
+            "mixed": anything.
+        cut: rows from the first on that are sorted and truncated; rows behind them have nothing to cut off.
     """
 
+    mode: Literal["plain", "greedy", "mixed"]
+    cut: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """One row's parameters as a step reads them; make it with `of`.
+
+    Attributes:
+        temperature: 0 where the row is greedy, and then nothing is cut off.
+        top_k: NO_TOP_K where it is off.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @classmethod
+    def of(cls, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Limits:
+        """From the values of a `Request`."""
+        if temperature < GREEDY_BELOW:
+            return cls(temperature=0.0, top_k=NO_TOP_K, top_p=1.0, min_p=0.0)
+        return cls(temperature=temperature, top_k=top_k or NO_TOP_K, top_p=top_p, min_p=min_p)
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k < NO_TOP_K or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def kind_of(rows: Sequence[Limits]) -> Kind:
+    """The narrowest kind for these rows."""
+    if all(row.temperature == 0.0 for row in rows):
+        return Kind(mode="greedy")
+    cut = max((number + 1 for number, row in enumerate(rows) if row.cuts), default=0)
+    plain = not cut and all(row.temperature == 1.0 for row in rows)
+    return Kind(mode="plain" if plain else "mixed", cut=cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of B rows, on the device of the logits.
+
+    Attributes:
+        kind: what is looked at.
+        keys: int64 [B], `stream_key` of each row.
+        temperature: float32 [B], 0 in greedy rows.
+        top_k: int64 [B], NO_TOP_K is off; top_p: float64 [B]; log_min_p: float32 [B], -inf is off.
+    """
+
+    kind: Kind
     keys: Tensor
     temperature: Tensor
-    greedy: Tensor | None
-    cut_rows: tuple[int, ...]
-    cut: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    log_min_p: Tensor | None
-    all_greedy: bool
-    plain: bool
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
 
     @classmethod
     def build(
@@ -65,51 +106,28 @@ class SamplingParams:
         device: torch.device | str = "cpu",
     ) -> SamplingParams:
         """One entry a row; the values are those of `Request` (already checked there)."""
-        greedy = [value < GREEDY_BELOW for value in temperature]
-        scale = [1.0 if is_greedy else value for is_greedy, value in zip(greedy, temperature, strict=True)]
-        cut = [
-            row
-            for row, (is_greedy, k, p, least) in enumerate(zip(greedy, top_k, top_p, min_p, strict=True))
-            if not is_greedy and (k > 0 or p < 1.0 or least > 0.0)
+        rows = [
+            Limits.of(temperature=t, top_k=k, top_p=p, min_p=m)
+            for t, k, p, m in zip(temperature, top_k, top_p, min_p, strict=True)
         ]
-        unlimited = torch.iinfo(torch.int64).max
-
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor | None:
-            return upload(values, dtype, device)[:, None] if cut else None
-
-        least_p = column([min_p[row] for row in cut], torch.float32)
         return cls(
+            kind=kind_of(rows),
             keys=upload(list(keys), torch.int64, device),
-            temperature=upload(scale, torch.float32, device),
-            greedy=upload(greedy, torch.bool, device) if any(greedy) else None,
-            cut_rows=tuple(cut),
-            cut=upload(cut, torch.int64, device) if cut else None,
-            top_k=column([top_k[row] or unlimited for row in cut], torch.int64),
-            top_p=column([top_p[row] for row in cut], torch.float64),
-            log_min_p=None if least_p is None else least_p.log(),
-            all_greedy=all(greedy),
-            plain=not cut and not any(greedy) and all(value == 1.0 for value in temperature),
+            temperature=upload([row.temperature for row in rows], torch.float32, device),
+            top_k=upload([row.top_k for row in rows], torch.int64, device),
+            top_p=upload([row.top_p for row in rows], torch.float64, device),
+            log_min_p=upload([row.min_p for row in rows], torch.float32, device).log(),
         )
 
     def rows(self, start: int, stop: int) -> SamplingParams:
-        """The parameters of rows [start, stop), without a copy to the host: `cut_rows` is known there."""
-        low, high = bisect_left(self.cut_rows, start), bisect_left(self.cut_rows, stop)
-        some = high > low
-
-        def part(column: Tensor | None) -> Tensor | None:
-            return column[low:high] if some and column is not None else None
-
+        """The parameters of rows [start, stop)."""
         return SamplingParams(
+            kind=replace(self.kind, cut=min(max(0, self.kind.cut - start), stop - start)),
             keys=self.keys[start:stop],
             temperature=self.temperature[start:stop],
-            greedy=None if self.greedy is None else self.greedy[start:stop],
-            cut_rows=tuple(row - start for row in self.cut_rows[low:high]),
-            cut=self.cut[low:high] - start if some and self.cut is not None else None,
-            top_k=part(self.top_k),
-            top_p=part(self.top_p),
-            log_min_p=part(self.log_min_p),
-            all_greedy=self.all_greedy,
-            plain=self.plain,
+            top_k=self.top_k[start:stop],
+            top_p=self.top_p[start:stop],
+            log_min_p=self.log_min_p[start:stop],
         )
 
 
@@ -125,42 +143,23 @@ class Draw:
     plain_logprob: Tensor
     broken: Tensor
 
-    def start_reading(self) -> Reading:
-        """Begins the one transfer to the host, behind the work that is queued; float64 holds a token id and a float32 exactly."""
-        fields = (self.token, self.logprob, self.plain_logprob, self.broken)
-        table = torch.stack([field.double() for field in fields], dim=1)
-        if not table.is_cuda:
-            return Reading(table, None)
-        host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-        host.copy_(table, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(table.device))
-        return Reading(host, done)
-
-    def to_host(self) -> list[list[float]]:
-        """The rows as `Reading.rows` has them, at once."""
-        return self.start_reading().rows()
-
 
 class Reading:
-    """A draw on its way to the host."""
+    """A table of `posttrain.kernels.sampling.advance` on its way to the host, behind the work that is queued."""
 
-    def __init__(self, table: Tensor, done: torch.cuda.Event | None) -> None:
-        self._table, self._done = table, done
+    def __init__(self, table: Tensor) -> None:
+        self._table, self._done = table, None
+        if table.is_cuda:
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(table.device))
 
     def rows(self) -> list[list[float]]:
-        """Rows [token, logprob, plain_logprob, broken]; waits until they have arrived."""
+        """Its rows: [token, logprob, plain_logprob, broken, ended]; waits until they have arrived."""
         if self._done is not None:
             self._done.synchronize()
         return self._table.tolist()
-
-
-def _fixed_point(logprobs: Tensor) -> Tensor:
-    """Probabilities as int64 multiples of 2^-46.
-
-    Scaling by a power of two is exact, so only the floor rounds; `elementwise` keeps the bits of exp from depending on the shape.
-    """
-    return (elementwise(torch.exp, logprobs) * _FIXED_POINT).to(torch.int64)
 
 
 def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) ->
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
-    mass = _fixed_point(torch.log_softmax(ordered, dim=-1))
+    mass = fixed_point(torch.log_softmax(ordered, dim=-1))
     cumulative = mass.cumsum(dim=-1)
     before = (cumulative - mass).double()
     outside = (before >= top_p * cumulative[:, -1:]) & (top_p < 1.0) & (rank > 0)
@@ -184,42 +183,27 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) ->
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
-def _inverse_cdf(logprobs: Tensor, numbers: Tensor) -> Tensor:
-    """Token of each row at `numbers` (float64 [B] in (0, 1)) along the cumulative distribution in the order of token ids."""
-    cumulative = _fixed_point(logprobs).cumsum(dim=-1)
-    total = cumulative[:, -1]
-    target = torch.minimum((numbers * total.double()).to(torch.int64), total - 1)
-    token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return token.clamp_(0, logprobs.shape[-1] - 1)  # only a broken row can fall outside
-
-
 def _sample_block(logits: Tensor, params: SamplingParams, positions: Tensor) -> Draw:
+    mode, cut = params.kind.mode, params.kind.cut
     logits = logits.float()
     highest, likeliest = logits.max(dim=-1)
     plain = torch.log_softmax(logits, dim=-1)
-    if params.all_greedy:
-        token = likeliest
-        logprob = torch.zeros_like(highest)
+    if mode == "greedy":
+        token, logprob = likeliest, torch.zeros_like(highest)
+    elif mode == "plain":
+        token, logprob = draw(plain, params.keys, positions)
     else:
-        if params.plain:
-            drawn_from = plain
-        else:
-            scaled = logits / params.temperature[:, None]
-            if params.cut is not None:
-                assert params.top_k is not None and params.top_p is not None and params.log_min_p is not None
-                limits = params.top_k, params.top_p, params.log_min_p
-                if len(params.cut_rows) == len(scaled):
-                    scaled = truncate(scaled, *limits)
-                else:
-                    scaled[params.cut] = truncate(scaled[params.cut], *limits)
-            drawn_from = torch.log_softmax(scaled, dim=-1)
-        token = _inverse_cdf(drawn_from, uniform(params.keys, positions))
-        logprob = drawn_from.gather(-1, token[:, None])[:, 0]
-        if params.greedy is not None:
-            token = torch.where(params.greedy, likeliest, token)
-            logprob = logprob.masked_fill(params.greedy, 0.0)
-    plain_logprob = plain.gather(-1, token[:, None])[:, 0]
-    return Draw(token=token, logprob=logprob, plain_logprob=plain_logprob, broken=~highest.isfinite())
+        greedy = params.temperature == 0
+        scaled = logits / params.temperature.masked_fill(greedy, 1.0)[:, None]
+        if cut:
+            limits = (column[:cut, None] for column in (params.top_k, params.top_p, params.log_min_p))
+            scaled[:cut] = truncate(scaled[:cut], *limits)
+        drawn, logprob = draw(torch.log_softmax(scaled, dim=-1), params.keys, positions)
+        token, logprob = torch.where(greedy, likeliest, drawn), logprob.masked_fill(greedy, 0.0)
+    plain_logprob = logprob if mode == "plain" else plain.gather(-1, token[:, None])[:, 0]
+    # 0 where it is finite, else NaN: two launches where isfinite takes four.
+    broken = (highest - highest) != 0
+    return Draw(token=token, logprob=logprob, plain_logprob=plain_logprob, broken=broken)
 
 
 def sample(logits: Tensor, params: SamplingParams, positions: Tensor) -> Draw:
@@ -232,7 +216,7 @@ def sample(logits: Tensor, params: SamplingParams, positions: Tensor) -> Draw:
     """
     rows, vocab = logits.shape
     block = max(1, _BLOCK // vocab)
-    if rows <= block:
+    if rows <= block or (logits.is_cuda and not params.kind.cut):  # Triton needs no int64 temporaries
         return _sample_block(logits, params, positions)
     draws = [
         _sample_block(logits[start : start + block], params.rows(start, start + block), positions[start : start + block])

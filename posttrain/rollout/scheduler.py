@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from posttrain.rollout.sequence import Group, Sequence
 
@@ -36,6 +36,9 @@ class Fork:
     source: int
     copies: list[int]
     sequences: list[Sequence]
+
+
+Begun = Literal["continue", "restart", "recompute"]
 
 
 class Room(Protocol):
@@ -83,7 +86,7 @@ class Scheduler:
         return self.memory.fits(tokens, spare=len(self.running) + samples)
 
     def next_restored(self) -> Sequence | None:
-        """Gives a slot to a restored sequence and lets it run; the caller loads its cache before it asks for another."""
+        """Gives a slot to a sequence that was set aside and now runs; the caller fills its cache before it asks for another."""
         if not self.restoring or self._room() <= 0 or not self._fits(self.restoring[0].inputs, 1):
             return None
         sequence = self.restoring.popleft()
@@ -200,18 +203,26 @@ class Scheduler:
         if group in self.prefilling:
             self.prefilling.remove(group)
 
-    def requeue(self, *, started: bool) -> None:
-        """Sends prompts back to be prefilled (their state is of older weights); `started`: begun samples too, from nothing."""
+    def requeue(self, begun: Begun) -> None:
+        """Sends prompts back to be prefilled, for their state is of older weights. What becomes of samples that have begun:
+        "continue": nothing; "restart": they begin again; "recompute": they are set aside without a state, in their order."""
         for group in self.groups.values():
             self._drop_prompt(group)
-            if not started:
-                continue
-            group.pending = deque(sorted([*group.pending, *group.started]))
-            for sequence in list(group.started.values()):
-                self.finish(sequence)
-        if started:
+            if begun == "restart":
+                group.pending = deque(sorted([*group.pending, *group.started]))
+                for sequence in list(group.started.values()):
+                    self.finish(sequence)
+        if begun == "restart":
             self.restoring.clear()
-            self.keep_running()
+        elif begun == "recompute":
+            for sequence in self.restoring:
+                sequence.cached = None
+            for sequence in self.running[::-1]:
+                assert sequence.slot is not None and sequence.token_ids
+                self._free_slot(sequence.slot)
+                sequence.slot = None
+                self.restoring.appendleft(sequence)
+        self.keep_running()
         self._rebuild_waiting()
 
     def _rebuild_waiting(self) -> None:

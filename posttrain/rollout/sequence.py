@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from posttrain.rollout.random import stream_key
+from posttrain.rollout.sampling import Limits
 from posttrain.rollout.stop import StopMatcher
 from posttrain.types import Completion, FinishReason, Request
 
@@ -23,6 +24,7 @@ from posttrain.types import Completion, FinishReason, Request
 class StreamedToken:
     """One token as it is sampled. `index` counts within the completion; a restart begins again at 0.
 
+    logprob, plain_logprob: under the distribution that it was drawn from, and under the model's own softmax.
     `finish_reason` is set on the last token of a completion.
     """
 
@@ -31,6 +33,7 @@ class StreamedToken:
     index: int
     token_id: int
     logprob: float
+    plain_logprob: float
     version: int
     finish_reason: FinishReason | None
 
@@ -58,6 +61,7 @@ class Group:
 
     Attributes:
         limit: tokens that a completion may have: max_tokens, or what the context leaves.
+        limits: of the request's sampling.
         pending: samples that have no token yet, in order.
         started: unfinished samples that have (or, restored, wait for a slot).
         prefilled: prompt tokens whose state is in `slot`, the parent's slot; both mean nothing while the group waits.
@@ -66,6 +70,7 @@ class Group:
 
     request: Request
     limit: int
+    limits: Limits
     stop: StopMatcher | None
     pending: deque[int]
     started: dict[int, Sequence] = field(default_factory=dict)
@@ -80,7 +85,8 @@ class Group:
 
 @dataclass(eq=False, kw_only=True)
 class Sequence:
-    """One started sample; `slot` is None while a restored one waits, its cache then kept in `cached`.
+    """One started sample. `slot` is None while one waits to go on; its cache then lies in `cached`, or, where that is None, is
+    computed again from its tokens.
 
     in_flight: tokens that were drawn on the device and have not been read yet: 0 or 1 between steps.
     """
@@ -110,6 +116,11 @@ class Sequence:
         """Tokens that the model has seen: the last sampled one has not been an input yet."""
         return len(self.group.request.prompt_ids) + max(0, len(self.token_ids) - 1)
 
+    @property
+    def input_ids(self) -> list[int]:
+        """Those tokens, [inputs]."""
+        return [*self.group.request.prompt_ids, *self.token_ids[:-1]]
+
     def append(self, token: int, logprob: float, plain_logprob: float, version: int) -> None:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -132,6 +143,7 @@ class Sequence:
             index=len(self.token_ids) - 1,
             token_id=self.token_ids[-1],
             logprob=self.logprobs[-1],
+            plain_logprob=self.plain_logprobs[-1],
             version=self.versions[-1],
             finish_reason=reason,
         )

@@ -120,7 +120,7 @@ async def stream(form: Form, job: Job) -> AsyncIterator[str]:
         first, offset = not choice.begun, len(choice.stream.text)
         if isinstance(happened, StreamedToken):
             text = choice.stream.feed(happened.token_id)
-            token = (happened.token_id, happened.logprob, offset) if form.logprobs else None
+            token = (happened.token_id, happened.plain_logprob, offset) if form.logprobs else None
             if not (text or first or form.logprobs):
                 continue
             chunk = form.piece(index, text, first=first, token=token)

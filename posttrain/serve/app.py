@@ -120,12 +120,6 @@ class Service:
             stop=body.stops(),
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
         )
-        if body.stream and form.logprobs and not _plain(body):
-            raise bad_request(
-                "stream with logprobs: tokens are streamed with the log-probability under what they were drawn from, which is "
-                "the model's own distribution only at temperature 1 without top_p, top_k and min_p; do not stream",
-                "logprobs",
-            )
         job = await self.engine.submit([self._request(body, ids, default_limit) for ids in prompts], stream=body.stream)
         if body.stream:
             return EventStream(stream(form, job), lambda: self.engine.close(job))
@@ -276,10 +270,6 @@ async def json_body(http: HttpRequest) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number in JSON")
-
-
-def _plain(body: Body) -> bool:
-    return body.temperature == 1 and body.top_p == 1 and body.top_k in (0, -1) and body.min_p == 0
 
 
 async def _disconnected(http: HttpRequest) -> None:

@@ -97,9 +97,11 @@ def load_service(args: argparse.Namespace, key: str | None) -> Any:
             tokenizer=tokenizer,
             max_sequences=args.max_sequences,
             max_length=max_length,
+            memory_fraction=args.memory_fraction,
+            cuda_graphs=args.cuda_graphs,
         )
     except ValueError as error:  # what does not fit into memory
-        raise PosttrainError(f"{error} (--max-sequences, --max-length)") from None
+        raise PosttrainError(f"{error} (--max-sequences, --max-length, --memory-fraction)") from None
     engine = EngineThread(generator, max_sequences=args.max_sequences, max_queue=args.max_queue)
     return Service(engine, tokenizer, name=args.served_model_name or args.model, max_length=max_length, api_key=key)
 

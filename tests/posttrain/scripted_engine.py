@@ -92,3 +92,12 @@ def scripted_plan(batches: int) -> Plan:
 
 def opener(folder: Path) -> Any:
     return partial(open_scripted, str(folder))
+
+
+def hang(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    time.sleep(3600)
+    return [None for _ in completions]
+
+
+def hanging_scorer() -> Scorer:
+    return Scorer(RewardSet([Reward(name="hang", function=hang)]), lambda ids: [" ".join(map(str, one)) for one in ids])

@@ -13,8 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import PosttrainError
-from posttrain.models.cache import SlotCache
-from posttrain.rollout import Generator, StreamedToken
+from posttrain.rollout import StreamedToken
 from posttrain.types import Request
 from tests.posttrain.rollout_models import (
     EOS,
@@ -104,7 +103,7 @@ def test_a_prompt_is_prefilled_once(hybrid):
         generator = make_generator(hybrid, max_sequences=max_sequences)
         requests = make_requests(6, seed=7, n=5, max_tokens=5)
         generator.generate(requests)
-        assert generator.prefilled_tokens == sum(len(request.prompt_ids) for request in requests), max_sequences
+        assert generator.counts["prefilled"] == sum(len(request.prompt_ids) for request in requests), max_sequences
 
 
 def test_samples_differ_and_seeds_matter(hybrid):
@@ -183,10 +182,12 @@ def test_greedy_follows_the_packed_argmax(hybrid):
 def test_streaming_sees_every_token_in_order(hybrid):
     seen: list[StreamedToken] = []
     generator = make_generator(hybrid, on_token=seen.append, version=4)
-    for c in generator.generate([Request(id="a", prompt_ids=[7], n=3, max_tokens=15), Request(id="b", prompt_ids=[8])])[0]:
+    asked = [Request(id="a", prompt_ids=[7], n=3, max_tokens=15, temperature=0.6), Request(id="b", prompt_ids=[8])]
+    for c in generator.generate(asked)[0]:
         mine = [token for token in seen if (token.request_id, token.sample) == ("a", c.sample)]
         assert [token.token_id for token in mine] == c.token_ids
         assert [token.logprob for token in mine] == c.logprobs
+        assert [token.plain_logprob for token in mine] == c.plain_logprobs
         assert [token.index for token in mine] == list(range(len(mine)))
         assert [token.finish_reason for token in mine] == [None] * (len(mine) - 1) + [c.finish_reason]
         assert {token.version for token in mine} == {4}
@@ -277,11 +278,3 @@ def test_sizes_are_checked(hybrid):
     for name, value in (("max_sequences", 0), ("max_length", 1), ("max_prefill_tokens", 0)):
         with pytest.raises(ValueError, match=name):
             make_generator(hybrid, **{name: value})
-
-
-def test_memory_tells_how_many_sequences_fit(hybrid):
-    few, many = (Generator.max_sequences_for(hybrid, memory, 64) for memory in (2**21, 2**24))
-    each = SlotCache(hybrid.config, 1).nbytes_per_sequence(64)
-    assert (few, many) == (2**21 // each - 1, 2**24 // each - 1) and few >= 1, "one slot is the prompt's"
-    with pytest.raises(ValueError, match="memory_bytes"):
-        Generator.max_sequences_for(hybrid, 100, 64)

@@ -8,7 +8,7 @@ import torch
 from posttrain.kernels.sse import decode
 from posttrain.models.loading import new_model
 from posttrain.rollout import Generator
-from posttrain.rollout.sampling import sample
+from posttrain.rollout.sampling import Reading
 from posttrain.types import Request
 from tests.posttrain.rollout_models import by_sample, plain_logprobs, run_out
 
@@ -94,49 +94,83 @@ def test_a_step_waits_for_nothing():
     for _ in range(5):  # captures the graph
         generator.step()
     with torch.inference_mode():
-        batch = generator._batch
+        batch = generator._loop._batch
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(70):  # over the end of a page
-                logits = generator._runner.decode(batch.tokens, batch.positions, batch.slots, batch.slot_list)
-                draw = sample(logits, batch.params, batch.index)
-                generator._runner.newest.index_copy_(0, batch.slots, draw.token)
-                batch.advance(draw.token)
-                draw.start_reading()
+                Reading(generator._runner.decode(batch))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
+
+
+MIXED = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.3}]
+
+
+def submit_mixed(generator, max_tokens: int = 50) -> None:
+    for i, option in enumerate(MIXED):
+        generator.submit(Request(id=str(i), prompt_ids=[3 + i, 7], max_tokens=max_tokens, seed=i, **option))
 
 
 def test_every_sampling_parameter_without_a_wait():
     generator = make_generator(make_model())
-    options = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.3}]
-    for i, option in enumerate(options):
-        generator.submit(Request(id=str(i), prompt_ids=[3 + i, 7], max_tokens=50, seed=i, **option))
+    submit_mixed(generator)
     for _ in range(4):
         generator.step()
-    batch = generator._batch
+    batch = generator._loop._batch
+    assert (batch.kind.mode, batch.kind.cut) == ("mixed", 3), "truncated rows come first"
     with torch.inference_mode():
-        logits = torch.randn(len(options), 500, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            draw = sample(logits, batch.params, batch.index)
-            reading = draw.start_reading()
+            reading = Reading(generator._runner.decode(batch))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(reading.rows()) == len(options)
-    assert len(run_out(generator)) == len(options)
+    assert len(reading.rows()) == len(MIXED)
+
+
+def test_graphs_sample_what_plain_calls_sample():
+    """Every parameter, padded to a graph's size or not; the products of five and of eight rows may round differently."""
+    model = make_model(torch.float32)
+    runs = []
+    for graphs in (True, False):
+        generator = make_generator(model, max_sequences=5, cuda_graphs=graphs)
+        submit_mixed(generator)
+        runs.append({c.request_id: c for c in run_out(generator)})
+        kinds = {kind.mode for _, kind in generator._runner.graphs._captured} if graphs else {"mixed"}
+        assert "mixed" in kinds
+    for name, c in runs[0].items():
+        assert c.token_ids == runs[1][name].token_ids
+        assert c.logprobs == pytest.approx(runs[1][name].logprobs, abs=1e-4)
+
+
+def test_the_device_knows_who_has_ended():
+    """A step launched before the host has read an end changes neither the entry nor the state of the sequence."""
+    model = make_model(torch.float32)
+    free = make_generator(model).generate([Request(prompt_ids=[3, 7], max_tokens=20)])[0][0]
+    end = free.token_ids[9]
+    generator = make_generator(model, eos_token_ids=[end])
+    generator.submit(Request(id="x", prompt_ids=[3, 7], max_tokens=20))
+    stop = free.token_ids.index(end)
+    for _ in range(stop + 1):
+        generator.step()
+    state, (slot,) = generator._runner.state, [s.slot for s in generator._scheduler.running]
+    assert bool(state.finished[slot]), "drawn, and not yet read"
+    before = {name: tensor.clone() for name, tensor in generator._runner.cache.states[0]._tensors().items()}
+    counted = state._integers[:, slot].clone()
+    generator.step()
+    assert torch.equal(state._integers[:, slot], counted)
+    assert all(torch.equal(a, before[n]) for n, a in generator._runner.cache.states[0]._tensors().items())
 
 
 def test_retraction_to_the_host_changes_nothing_that_counts():
     model = make_model()
     generator = make_generator(model, max_length=256, kv_tokens=640, return_router_indices=True)
     completions = [c for group in generator.generate(requests(4, 3)) for c in group]
-    assert generator.retracted > 0
+    assert generator.counts["retracted"] > 0
     assert difference(model, completions) < 2e-2
-    books = generator._cache.pages
+    books = generator._runner.cache.pages
     assert sorted(books.free) == list(range(1, books.num_pages)) and len(generator._scheduler.free) == 9
 
 
@@ -157,6 +191,7 @@ def test_graphs_see_weights_that_change_in_place_and_forget_those_that_move():
 
 def test_a_generator_that_is_let_go_gives_its_memory_back():
     model = make_model()
+    make_generator(model).generate(requests(1, 8, max_tokens=5))  # cuBLAS's workspaces stay
     before = torch.cuda.memory_allocated()
     generator = make_generator(model)
     generator.generate(requests(1, 8, max_tokens=5))

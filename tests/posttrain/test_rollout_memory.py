@@ -18,7 +18,7 @@ LONG = 6 * PAGE
 
 
 def all_pages_are_back(generator) -> bool:
-    books = generator._cache.pages
+    books = generator._runner.cache.pages
     return sorted(books.free) == list(range(1, books.num_pages)) and not any(books.holders) and not any(books.pages)
 
 
@@ -42,7 +42,7 @@ def test_retraction_changes_no_sample(read_late):
     want = by_sample(c for group in roomy.generate(long_requests()) for c in group)
     tight = make_generator(model, **options, kv_tokens=12 * PAGE)
     found = by_sample(c for group in tight.generate(long_requests()) for c in group)
-    assert tight.retracted > 0 and roomy.retracted == 0
+    assert tight.counts["retracted"] > 0 and roomy.counts["retracted"] == 0
     assert found == want
     assert all_pages_are_back(tight) and all_pages_are_back(roomy)
 
@@ -53,7 +53,7 @@ def test_reading_late_changes_no_sample(model):
     want = by_sample(c for group in make_generator(model).generate(requests) for c in group)
     late = make_generator(model, read_late=True, max_sequences=5)
     assert by_sample(c for group in late.generate(requests) for c in group) == want
-    assert sorted(late._scheduler.free) == list(range(6)) and late._flight is None
+    assert sorted(late._scheduler.free) == list(range(6)) and late._loop.flight is None
 
 
 def test_reading_late_snapshots_and_updates_see_every_token():
@@ -70,9 +70,9 @@ def test_reading_late_snapshots_and_updates_see_every_token():
     for snapshot in saved:
         late.restore(snapshot)
     late.step()
-    assert late._flight is not None
+    assert late._loop.flight is not None
     late.update_weights(7)
-    assert late._flight is None
+    assert late._loop.flight is None
     done = run_out(late)
     assert {tuple(c.versions) for c in done} == {(0,) * 5 + (7,) * 10}
     assert {key: fields["token_ids"] for key, (fields, _) in by_sample(done).items()} == {
@@ -84,7 +84,7 @@ def test_forks_share_the_pages_of_their_prompt(hybrid):
     generator = make_generator(hybrid, eos_token_ids=[], max_length=LONG)
     generator.submit(Request(prompt_ids=[5] * (2 * PAGE + 7), n=4, max_tokens=30))
     generator.step()
-    books = generator._cache.pages
+    books = generator._runner.cache.pages
     held = [books.pages[sequence.slot] for sequence in generator._scheduler.running]
     assert len(held) == 4 and all(pages == held[0] for pages in held)
     generator.step()
@@ -150,6 +150,12 @@ def test_a_plan_from_measured_memory(hybrid, monkeypatch):
 
     slot, page = SlotCache.measure(hybrid.config, device="cpu", dtype=torch.float32)
     sizes = {"max_sequences": 4, "max_length": 2 * PAGE, "device": torch.device("cpu"), "dtype": torch.float32}
+    workspace = memory.workspace_bytes(hybrid.config, 8192, 4, element_size=4)
+    monkeypatch.setattr(memory, "_free", lambda _: 5 * slot + 7 * page + workspace)
+    assert plan_memory(hybrid.config, **sizes, memory_fraction=1.0).pages == 7, "the largest forward needs its own"
+    routed = plan_memory(hybrid.config, **sizes, memory_fraction=0.999, router=True, max_prefill_tokens=1)
+    assert routed.slot_bytes == slot + 2 * PAGE * 2, "a byte for each token and SSE layer"
+    monkeypatch.setattr(memory, "workspace_bytes", lambda *_, **__: 0)
     for pages, want in ((7, 7), (1000, 11)):  # five slots of two pages, and page 0
         monkeypatch.setattr(memory, "_free", lambda _, pages=pages: 2 * (5 * slot + pages * page))
         assert plan_memory(hybrid.config, **sizes).pages == want

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import pickle
 
 import pytest
 import torch
 
 from posttrain.errors import PosttrainError
+from posttrain.models.loading import load_model
+from posttrain.rollout import load_snapshot, save_snapshot
 from posttrain.types import Request
-from tests.posttrain.rollout_models import by_sample, make_generator, make_model, make_requests, plain_logprobs, run_out
+from tests.posttrain.rollout_models import MODELS, by_sample, make_generator, make_model, make_requests, plain_logprobs, run_out
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -61,8 +65,69 @@ def test_finish_refuses_while_samples_run(hybrid):
     run_out(generator)
     generator.update_weights(1, unfinished="finish")
     assert generator.version == 1
-    with pytest.raises(ValueError, match="restart"):
+    with pytest.raises(ValueError, match="unfinished='drop', but it must be one of continue, recompute, restart, finish"):
         generator.update_weights(2, unfinished="drop")
+    with pytest.raises(ValueError, match="unfinished='drop'"):
+        make_generator(hybrid, unfinished="drop")
+
+
+@pytest.mark.parametrize("read_late", [False, True])
+def test_recomputed_states_are_those_that_the_new_weights_make(model, read_late):
+    """Tokens stay, and what follows is what the new weights say of them, in one packed forward."""
+    requests = make_requests(5, seed=15, max_tokens=20)
+    new = make_model(next(kind for kind, options in MODELS.items() if options["layer_types"] == model.config.layer_types), seed=1)
+    generator = make_generator(
+        copy.deepcopy(model), eos_token_ids=[], version=1, unfinished="recompute", max_sequences=4, max_prefill_tokens=16,
+        return_router_indices=True, read_late=read_late,
+    )  # fmt: skip
+    for request in requests:
+        generator.submit(request)
+    early = [c for _ in range(6) for c in generator.step()]
+    generator.update_weights(2, new.state_dict())
+    late = run_out(generator)
+    assert len(early) + len(late) == sum(request.n for request in requests)
+    assert generator.counts["recomputed"] > 0
+    mixed = [c for c in late if set(c.versions) == {1, 2}]
+    assert mixed
+    for c in late:
+        assert c.versions == sorted(c.versions)
+        fresh = [version == 2 for version in c.versions]
+        found = plain_logprobs(new.eval(), c)[fresh] - torch.tensor(c.plain_logprobs)[fresh]
+        assert found.abs().max() < 1e-5
+        if c.router_indices is not None:
+            replayed = plain_logprobs(new, c, router_indices=c.router_indices.long())
+            assert (replayed[fresh] - torch.tensor(c.plain_logprobs)[fresh]).abs().max() < 1e-5
+
+
+def test_continued_states_are_the_old_weights():
+    """The other side of the test above: without recomputation the new weights alone do not explain the log-probabilities."""
+    new = make_model(seed=1)
+    generator = make_generator(make_model(), eos_token_ids=[])
+    generator.submit(Request(prompt_ids=[7] * 20, max_tokens=12))
+    for _ in range(6):
+        generator.step()
+    generator.update_weights(1, new.state_dict(), unfinished="continue")
+    (c,) = run_out(generator)
+    assert (plain_logprobs(new.eval(), c)[6:] - torch.tensor(c.plain_logprobs)[6:]).abs().max() > 1e-3
+
+
+def test_what_was_set_aside_is_recomputed_too(hybrid):
+    """A restored sample waits for a slot while new weights arrive, and another update follows before it got one."""
+    source = make_generator(hybrid, eos_token_ids=[])
+    source.submit(Request(id="x", prompt_ids=[7] * 9, n=3, max_tokens=20))
+    for _ in range(5):
+        source.step()
+    saved = source.snapshot("x")
+    new = make_model(seed=1)
+    target = make_generator(make_model(), eos_token_ids=[], max_sequences=1, unfinished="recompute")
+    target.restore(saved)
+    target.update_weights(1, make_model(seed=2).state_dict())
+    waiting = target.snapshot("x")
+    assert [s["cache"] for s in waiting["sequences"]] == [None] * 3
+    target.update_weights(2, new.state_dict())
+    for c in run_out(target):
+        assert c.versions == [0] * 5 + [2] * 15
+        assert (plain_logprobs(new.eval(), c)[5:] - torch.tensor(c.plain_logprobs)[5:]).abs().max() < 1e-5
 
 
 def test_weights_must_arrive_whole():
@@ -129,6 +194,58 @@ def test_a_snapshot_continues_elsewhere_bit_for_bit(model, steps):
     assert by_sample([*out, *continued]) == whole
     target.restore(again)
     assert by_sample([*out, *run_out(target)]) == whole
+
+
+def test_a_snapshot_goes_through_a_file_to_another_engine(hybrid, tmp_path):
+    request = Request(id="x", prompt_ids=[7] * 70, n=3, max_tokens=14, seed=6, stop=())
+    whole = by_sample(make_generator(hybrid, return_router_indices=True).generate([request])[0])
+    source = make_generator(hybrid, return_router_indices=True)
+    source.submit(request)
+    out = [c for _ in range(5) for c in source.step()]
+    save_snapshot(source.snapshot("x"), tmp_path / "x.snapshot")
+    assert source.abort("x")
+    hybrid.save_pretrained(tmp_path / "model")
+    target = make_generator(load_model(str(tmp_path / "model")), return_router_indices=True, max_sequences=2)
+    target.restore(load_snapshot(tmp_path / "x.snapshot"))
+    assert by_sample([*out, *run_out(target)]) == whole
+    assert [file.name for file in tmp_path.glob("*.part")] == [] and sorted(os.listdir(tmp_path)) == ["model", "x.snapshot"]
+
+
+def test_files_that_are_no_snapshots_are_refused(hybrid, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("not a snapshot")
+    torch.save({"run": os.system}, tmp_path / "code")
+    for name in ("empty", "text", "code"):
+        with pytest.raises(ValueError, match=f"{name}: not a snapshot"):
+            load_snapshot(tmp_path / name)
+    torch.save({"a": 1}, tmp_path / "other")
+    with pytest.raises(ValueError, match="format None given"):
+        make_generator(hybrid).restore(load_snapshot(tmp_path / "other"))
+    with pytest.raises(FileNotFoundError):
+        load_snapshot(tmp_path / "absent")
+
+
+def test_a_snapshot_without_its_state_is_computed_again(hybrid):
+    """Of another layout, or without the router's choices: the same tokens follow where the weights are the same."""
+    request = Request(id="x", prompt_ids=[7] * 9, n=2, max_tokens=14, seed=6)
+    whole = make_generator(hybrid, return_router_indices=True).generate([request])[0]
+    source = make_generator(hybrid)
+    source.submit(request)
+    for _ in range(5):
+        source.step()
+    saved = source.snapshot("x")
+    target = make_generator(hybrid, return_router_indices=True)
+    with pytest.raises(ValueError, match="recompute=True"):
+        target.restore(saved)
+    assert not target.has_unfinished
+    target.restore(saved, recompute=True)
+    for c, wanted in zip(sorted(run_out(target), key=lambda c: c.sample), whole, strict=True):
+        assert c.token_ids == wanted.token_ids and c.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        assert torch.equal(c.router_indices, wanted.router_indices)
+    other = make_generator(make_model("two routed"))
+    with pytest.raises(ValueError, match="x: the snapshot's state is of another model or device: layers .*recompute=True"):
+        other.restore(saved)
+    assert not other.has_unfinished
 
 
 def test_snapshots_that_do_not_fit_are_refused(hybrid):
