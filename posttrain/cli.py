@@ -44,12 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in STAGE_COMMANDS.items():
         command = _recipe_command(commands, name, text)
-        if name != "report":
+        if name == "report":
+            text = "write it again every S seconds (10) while the run goes on; the open page follows"
+            command.add_argument("--watch", nargs="?", type=float, const=10.0, metavar="S", help=text)
+        else:
             command.add_argument("--resume", action="store_true", help="continue an unfinished stage at its last checkpoint")
     _recipe_command(commands, "check", "validate a recipe, print it resolved, and estimate memory and tokens; starts nothing")
     _generate_command(commands)
     _serve_command(commands)
     _compare_command(commands)
+    _submit_command(commands)
     commands.add_parser("doctor", help="say what this machine has, which backends will be used, and what to install")
     return parser
 
@@ -108,12 +112,32 @@ def _serve_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--max-sequences", type=int, default=32, help="sequences decoded at once")
     command.add_argument("--max-queue", type=int, default=1024, help="samples that may wait beside them; more get HTTP 429")
     command.add_argument("--max-length", type=int, help="prompt and completion tokens together; by default the model's context")
+    command.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="of free GPU memory, for caches")
+    command.add_argument("--cuda-graphs", action="store_true", help="decode by CUDA graphs where the model allows it")
     command.add_argument("--tokenizer", help="folder, hub id or arithmetic; by default the checkpoint's")
     command.add_argument("--chat-template", help="Jinja file, or simple, chatml, tagged; by default the tokenizer's")
     command.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     command.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where there is one")
     command.add_argument("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds that running requests get to end")
     command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings along")
+
+
+def _submit_command(commands: argparse._SubParsersAction) -> None:
+    text = "run a recipe as a job of a Ray cluster, and follow its log; Ctrl-C asks whether to stop it"
+    command = commands.add_parser(
+        "submit", help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_argument("recipe", nargs="?", help="YAML file, or a run folder (its config.yaml)")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    command.add_argument("--address", help="the head's dashboard, HOST:8265; by default RAY_ADDRESS, then this machine")
+    command.add_argument("--stage", default="run", choices=[name for name in STAGE_COMMANDS if name != "report"])
+    command.add_argument("--resume", action="store_true", help="continue an unfinished stage at its last checkpoint")
+    command.add_argument(
+        "--working-dir", metavar="DIR", help="folder to upload, from which the recipe's relative paths are meant"
+    )
+    command.add_argument("--installed", action="store_true", help="use the posttrain of the nodes, rather than this checkout")
+    command.add_argument("--no-wait", action="store_true", help="print the job's id and leave it running")
+    command.add_argument("--stop", metavar="JOB", help="stop this job: it saves, then ends")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,11 +182,24 @@ def _dispatch(args: argparse.Namespace) -> int:
         from posttrain.evaluation.compare import compare_command
 
         return compare_command(args.run_a, args.run_b)
+    if args.command == "submit":
+        from posttrain.runtime.submit import submit_command
+
+        if (args.recipe is None) == (args.stop is None):
+            raise ConfigError("submit: give either a recipe to run, or --stop JOB")
+        return submit_command(args, lambda: read_recipe(args.stage, args.recipe, args.overrides))
     recipe = read_recipe(args.command, args.recipe, args.overrides)
     if args.command == "check":
         from posttrain.check import check
 
-        return check(recipe)
+        return check(recipe, args.overrides)
+    if args.command == "report" and args.watch is not None:
+        from posttrain.report import watch_report
+
+        if args.watch <= 0:
+            raise ConfigError(f"--watch {args.watch:g}: give a number of seconds above 0")
+        watch_report(recipe, args.watch)
+        return 0
     stages: list[str] = [*recipe.stages] if args.command == "run" else [args.command]
     # Imported last: everything that can be wrong with the input is known by now.
     from posttrain.runtime.stages import run_stages

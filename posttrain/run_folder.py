@@ -46,7 +46,7 @@ FREE_TO_CHANGE = {
     # `ray.num_workers` is not among them: it sets SFT's global batch.
     *(
         f"ray.{name}"
-        for name in ("address", "cpus_per_worker", "gpus_per_worker", "num_cpus", "max_failures", "dashboard", "env")
+        for name in ("address", "cpus_per_worker", "gpus_per_worker", "num_cpus", "max_failures", "dashboard", "env", "listen")
     ),
     "ray.object_store_memory_mb",
     *("rollout.max_sequences", "rollout.max_prefill_tokens"),
@@ -55,6 +55,8 @@ FREE_TO_CHANGE = {
         for name in ("engines", "max_failures", "base_url", "api_key_env", "concurrency", "timeout_s", "retries", "max_sequences")
     ),
     "distill.give_up_after",
+    *(f"grpo.{name}" for name in ("generators", "cpus_per_generator", "gpus_per_generator", "generator_failures")),
+    *("grpo.batch_timeout_s", "grpo.weights"),
 } | {
     f"{section}.{name}"
     for section in ("trainer", "grpo")

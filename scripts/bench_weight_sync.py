@@ -73,7 +73,8 @@ def model_of(arguments: argparse.Namespace, device: str) -> Any:
     if arguments.scale > 1:
         fields["num_attention_heads"] = max(1, fields["hidden_size"] // 64)
     fields.setdefault("vocab_size", 151936 // arguments.scale)
-    return new_model(fields, seed=0, dtype=arguments.dtype).to(device)
+    model: Any = new_model(fields, seed=0, dtype=arguments.dtype)
+    return model.to(device)
 
 
 def device_of(arguments: argparse.Namespace, number: int) -> str:
@@ -180,7 +181,7 @@ def generate(connection: Connection, arguments: argparse.Namespace, name: str) -
     last = time.perf_counter()
     gap = 0.0
     while True:
-        square @ square
+        torch.mm(square, square)
         synchronize(device)
         now = time.perf_counter()
         gap, last = max(gap, now - last), now

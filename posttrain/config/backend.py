@@ -42,7 +42,7 @@ class BackendConfig(Section):
     """Requests at the server at once (openai)."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest silence of the server within one request; an answer of 32K tokens takes many minutes (openai)."""
+    """Longest time of one request, up to the last byte of its answer; 32K tokens take many minutes (openai)."""
 
     retries: Annotated[int, Field(ge=0)] = 6
     """Attempts after the first failed one, each after about twice the pause of the one before (openai)."""

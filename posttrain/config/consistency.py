@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config.suites import SUITES
 from posttrain.config.trl import nearest
 from posttrain.models.sizes import DEFAULTS, resolve
+from posttrain.types import CORRECTNESS
 
 if TYPE_CHECKING:
     from posttrain.config.recipe import Recipe
@@ -32,7 +34,7 @@ def problems(recipe: Recipe) -> list[str]:
         found += [] if "distill" in recipe.stages else _rewards(recipe)
     if "eval" in recipe.stages:
         found += _eval(recipe)
-    return found
+    return found + _exact(recipe)
 
 
 def context_length(recipe: Recipe) -> int | None:
@@ -43,8 +45,8 @@ def context_length(recipe: Recipe) -> int | None:
 
 
 def grpo_processes(recipe: Recipe) -> int:
-    """Learners of the GRPO stage: one, with the generator inside it, whatever `ray.num_workers` says for SFT."""
-    return 1
+    """Learners of the GRPO stage, whatever `ray.num_workers` says for SFT."""
+    return recipe.grpo.learners
 
 
 def _model(recipe: Recipe) -> list[str]:
@@ -109,6 +111,21 @@ def _sft(recipe: Recipe) -> list[str]:
     return found
 
 
+def _exact(recipe: Recipe) -> list[str]:
+    """What strict mode cannot hold for, as far as a recipe says."""
+    if not recipe.rollout.exact:
+        return []
+    found = []
+    if recipe.model.dtype != "bfloat16":
+        found.append(f"rollout.exact: strict mode needs model.dtype: bfloat16, got {recipe.model.dtype}")
+    if recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
+        found.append("rollout.exact: strict mode needs whole weights, which deepspeed.stage 3 shards; use stage 0, 1 or 2")
+    kinds = resolve(recipe.model.init)["layer_types"] if recipe.model.init is not None else []
+    if "sse_gdn" in kinds:
+        found.append(f"rollout.exact: strict mode is not there for sse_gdn layers, and layer {kinds.index('sse_gdn')} is one")
+    return found
+
+
 def _grpo(recipe: Recipe) -> list[str]:
     found = []
 
@@ -153,28 +170,60 @@ def _grpo(recipe: Recipe) -> list[str]:
         found.append("grpo.importance_sampling_level: the loss luspo needs sequence")
     if value("loss_type") == "vespo" and value("importance_sampling_level") != "token":
         found.append("grpo.importance_sampling_level: the loss vespo needs token")
+    found += _correction(value) + _curriculum(recipe)
+    if recipe.grpo.lora is not None and recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
+        found.append("grpo.lora: adapters are merged whole, which deepspeed.stage 3 shards; use stage 0, 1 or 2")
+    if recipe.grpo.extra_groups_ahead > recipe.grpo.max_extra_groups:
+        ahead, most = recipe.grpo.extra_groups_ahead, recipe.grpo.max_extra_groups
+        found.append(f"grpo.extra_groups_ahead: {ahead}, but grpo.max_extra_groups allows {most} extra groups a batch")
     return found + (_split(recipe, batch) if recipe.grpo.placement == "split" else [])
 
 
-def _split(recipe: Recipe, batch: int) -> list[str]:
-    """What generators elsewhere ask for: one version of the weights a generation batch, and a state dict that is whole."""
+def _correction(value: Callable[[str], Any]) -> list[str]:
+    """What TRL would say of the importance weights when it is loaded."""
+    low, high = value("vllm_importance_sampling_clip_min"), value("vllm_importance_sampling_clip_max")
+    cap = value("vllm_importance_sampling_cap")
+    high = high if cap is None else cap
+    if low is not None and high is not None and low >= high:
+        return [f"grpo.vllm_importance_sampling_clip_min: {low} must be below vllm_importance_sampling_clip_max {high}"]
+    mode = value("vllm_importance_sampling_mode")
+    if value("loss_type") == "vespo" and value("vllm_importance_sampling_correction") and not mode.startswith("token"):
+        return [f"grpo.vllm_importance_sampling_mode: the loss vespo needs token_truncate or token_mask, not {mode}"]
+    return []
+
+
+def _curriculum(recipe: Recipe) -> list[str]:
+    """What decides that a prompt is solved, and that generators are never ahead of the draw."""
+    curriculum = recipe.grpo.curriculum
+    if curriculum is None:
+        return []
     found = []
-    micro_steps = batch // recipe.argument("grpo", "per_device_train_batch_size") * recipe.argument("grpo", "num_iterations")
+    if not any(function.name in CORRECTNESS for function in recipe.reward.functions):
+        known = " or ".join(CORRECTNESS)
+        found.append(f"grpo.curriculum: it goes by right answers, so that reward.functions must have {known}")
+    if recipe.grpo.placement == "split" and curriculum.every_batches <= recipe.grpo.max_staleness:
+        found.append(
+            f"grpo.curriculum.every_batches: {curriculum.every_batches} must be above grpo.max_staleness "
+            f"{recipe.grpo.max_staleness}: generators that run ahead would need prompts that are not drawn yet"
+        )
+    return found
+
+
+def _split(recipe: Recipe, batch: int) -> list[str]:
+    """What generators elsewhere ask for: one version of the weights a generation batch."""
+    found = []
+    micro = recipe.argument("grpo", "per_device_train_batch_size") * grpo_processes(recipe)
+    micro_steps = batch // micro * recipe.argument("grpo", "num_iterations")
     accumulation = recipe.argument("grpo", "gradient_accumulation_steps")
     if micro_steps % accumulation:
         found.append(
             f"grpo.placement: split needs optimiser steps that end with a generation batch, but a batch is {micro_steps} "
             f"micro-steps and grpo.gradient_accumulation_steps is {accumulation}, which must divide it"
         )
-    if recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
-        found.append(
-            "grpo.placement: split sends whole weights, which deepspeed.stage 3 shards; use stage 0, 1 or 2, or colocated"
-        )
-    needed = recipe.ray.cpus_per_worker + recipe.grpo.generators * recipe.grpo.cpus_per_generator
+    learners, generators = recipe.grpo.learners, recipe.grpo.generators
+    needed = learners * recipe.ray.cpus_per_worker + generators * recipe.grpo.cpus_per_generator
     if recipe.ray.address is None and recipe.ray.num_cpus is not None and needed > recipe.ray.num_cpus:
-        found.append(
-            f"ray.num_cpus: {recipe.ray.num_cpus}, but the learner and {recipe.grpo.generators} generators hold {needed:g}"
-        )
+        found.append(f"ray.num_cpus: {recipe.ray.num_cpus}, but {learners} learners and {generators} generators hold {needed:g}")
     return found
 
 

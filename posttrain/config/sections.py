@@ -12,6 +12,7 @@ from posttrain.config.answers import AnswerConfig
 from posttrain.config.backend import BackendConfig
 from posttrain.config.base import Section
 from posttrain.config.data import ArithmeticConfig, ColumnMap, DataSource
+from posttrain.config.grpo_parts import CurriculumConfig, LoraConfig
 from posttrain.config.suites import SUITES
 from posttrain.config.trl import check_arguments
 
@@ -30,11 +31,31 @@ class RolloutConfig(Section):
     max_prefill_tokens: Positive = 8192
     """Prompt tokens that one step of the generator reads at most."""
 
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of the GPU memory that is free when the generator starts that its states, keys and values may take; a learner in the
+    same process needs the rest. Where not all sequences fit at full length, the youngest wait in host memory."""
+
+    cuda_graphs: bool = False
+    """Decode by CUDA graphs on a GPU, sampling included, in models whose layers allow it (SSE with GLA decay, attention)."""
+
+    exact: bool = False
+    """Strict mode: generator and learner compute the same bits, so that a token's log-probability is the learner's, whatever
+    shared its batch (the mismatch is 0). For bfloat16 models of "sse" and attention layers, no adapters, on a GPU; slower."""
+
+    unfinished: Literal["continue", "recompute", "restart", "finish"] = "continue"
+    """What becomes of samples that have begun when new weights arrive (split placement): they go on from the old weights' state,
+    go on from a state that the new weights compute from their tokens, begin again, or are finished first."""
+
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, besides the end token."""
 
     router_replay: bool = True
     """Give the learner the partitions that the generator chose, so that both compute the same policy."""
+
+    def engine_options(self) -> dict[str, Any]:
+        """What every generator of the recipe is made with, by the names of its arguments."""
+        names = ("max_prefill_tokens", "memory_fraction", "cuda_graphs", "exact", "unfinished")
+        return {name: getattr(self, name) for name in names}
 
 
 class RewardFunction(Section):
@@ -100,11 +121,31 @@ class GrpoConfig(Section):
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean of its group, or of the group's other completions."""
 
+    max_extra_groups: Annotated[int, Field(ge=0)] = 0
+    """Dynamic sampling: groups that a batch may sample beyond its own, in place of those that teach nothing because all their
+    rewards are equal or none is trained on. Once they are used up, such groups stay in the batch. 0 trains on whatever comes."""
+
+    extra_groups_ahead: Annotated[int, Field(ge=0)] = 0
+    """How many of them are sampled together with the batch, before anybody knows whether they are needed (over-sampling)."""
+
+    curriculum: CurriculumConfig | None = None
+    """How often prompts come; without it each comes once a pass over the data."""
+
+    lora: LoraConfig | None = None
+    """Adapters; without, every weight is trained."""
+
     placement: Literal["colocated", "split"] = "colocated"
     """Where completions come from: the learner's own process, or generators in processes of their own that run ahead of it."""
 
+    learners: Positive = 1
+    """Training processes, which share every batch; in colocated placement each of them generates its part."""
+
     generators: Positive = 1
     """Generators in split placement."""
+
+    weights: Literal["broadcast", "object_store"] = "broadcast"
+    """How weights reach the generators: NCCL (gloo between CPUs, CUDA IPC within a GPU), or through Ray's object store where the
+    machines cannot connect to each other."""
 
     cpus_per_generator: Annotated[float, Field(gt=0)] = 1
     """CPU cores that each of them holds."""
@@ -298,6 +339,9 @@ class RayConfig(Section):
 
     max_failures: Annotated[int, Field(ge=0)] = 0
     """Restarts of a stage whose worker died, each from its last checkpoint."""
+
+    listen: Literal["loopback", "network"] = "loopback"
+    """Where the processes of a cluster started here listen: this machine alone reaches them, or its network does."""
 
     dashboard: bool = False
     """Start Ray's dashboard (3 s and 200 MB more)."""

@@ -52,7 +52,12 @@ OWNED = {
         _GENERATOR,
     ),
     **dict.fromkeys(
-        [name for name in GRPO_ARGUMENTS if name.endswith("vllm") or name.startswith("vllm_")],
+        # How samples of another policy are weighed concerns any generator, whatever TRL calls it.
+        [
+            name
+            for name in GRPO_ARGUMENTS
+            if name.endswith("vllm") or (name.startswith("vllm_") and not name.startswith("vllm_importance_sampling_"))
+        ],
         _GENERATOR,
     ),
     "mask_truncated_completions": "use `grpo.truncated_completions: mask`",
@@ -75,6 +80,7 @@ CHOICES = {
     ("trainer", "loss_type"): ("nll", "dft"),
     ("grpo", "loss_type"): ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     ("grpo", "importance_sampling_level"): ("token", "sequence"),
+    ("grpo", "vllm_importance_sampling_mode"): ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     ("grpo", "scale_rewards"): ("group", "batch", "none"),
     ("grpo", "multi_objective_aggregation"): ("sum_then_normalize", "normalize_then_sum"),
 }
@@ -98,6 +104,9 @@ AT_LEAST = {
     "beta": 0,
     "epsilon": 0,
     "epsilon_high": 0,
+    "vllm_importance_sampling_clip_min": 0,
+    "vllm_importance_sampling_clip_max": 0,
+    "vllm_importance_sampling_cap": 0,
 }
 
 

@@ -2,12 +2,20 @@
 
 train_stage.py  recipe -> model, prompts, rewards, generator, learner; resume, stop, final checkpoint
 learner.py      the one subclass of TRL's GRPOTrainer
+checks.py       what TRL's arguments must be for it
+adapters.py     LoRA: what is trained, and what it amounts to when merged
 sampler.py      which prompt comes when
+curriculum.py   which prompt comes when, by measured pass rates
+source.py       what a learner gets of a batch, and the source on its own model
+dynamic.py      groups that teach nothing are replaced
 experience.py   prompts -> requests; groups -> padded tensors
 scoring.py      completions -> rewards -> groups
 advantages.py   rewards -> advantages
 packing.py      padded tensors -> one packed forward -> padded tensors
-metrics.py      train-inference mismatch, times
+forward.py      log-probabilities of a padded batch by packed forwards
+correction.py   importance weights between the policy that sampled and the one that trains
+measures.py     what a learner reports of every step
+metrics.py      its parts: mismatch, weights, routing, times
 callbacks.py    metrics, progress, stops, checkpoints
 rollouts.py     completions as Parquet
 split/          generators in processes of their own, and the buffer between them and the learner

@@ -29,6 +29,7 @@ def build_requests(
     stop: Sequence[str],
     run_seed: int,
     step: int,
+    extras: Sequence[int | None] | None = None,
 ) -> list[Request]:
     """One request a prompt, its seed a function of (run, step, prompt).
 
@@ -37,7 +38,10 @@ def build_requests(
     Args:
         rows: with `prompt_ids` and `prompt_index`, the prompt's place in the data set.
         step: the optimiser steps taken when the request is made.
+        extras: number of each row among the extra candidates of its batch, None for its own prompts. The same prompt may come
+            again as an extra one, and is then sampled anew.
     """
+    marks = [() if extra is None else ("extra", extra) for extra in extras or [None] * len(rows)]
     return [
         Request(
             prompt_ids=row["prompt_ids"],
@@ -48,25 +52,34 @@ def build_requests(
             min_p=min_p,
             max_tokens=max_tokens,
             stop=tuple(stop),
-            seed=derived_seed("rollout", run_seed, step, row["prompt_index"]),
-            id=f"step-{step}-prompt-{row['prompt_index']}",
+            seed=derived_seed("rollout", run_seed, step, row["prompt_index"], *mark),
+            id="-".join(map(str, ("step", step, "prompt", row["prompt_index"], *mark))),
         )
-        for row in rows
+        for row, mark in zip(rows, marks, strict=True)
     ]
 
 
 def collate(
-    groups: Sequence[Group], *, pad_token_id: int, masked: Sequence[Sequence[bool]], replay_router: bool = False
+    groups: Sequence[Group],
+    *,
+    pad_token_id: int,
+    masked: Sequence[Sequence[bool]],
+    version: int,
+    plain_logprobs: bool = False,
+    replay_router: bool = False,
 ) -> dict[str, Any]:
     """Inputs of TRL's `_compute_loss` for P groups of G, as B = P G rows on the host.
 
     Args:
         masked: [P][G], completions that take no part in the loss (truncated, or not judged).
+        version: of the policy that is trained on these groups.
+        plain_logprobs: take the log-probabilities of the model's own softmax, not those of the distribution that was drawn from.
         replay_router: keep the generator's partition choices for the forward.
 
     Returns:
         prompt_ids, prompt_mask [B, P'] padded on the left; completion_ids, completion_mask [B, C] padded on the right, the mask
-        0 on masked completions; advantages [B]; sampling_per_token_logps [B, C]; and lists of B, which TRL's shuffling and
+        0 on masked completions; advantages [B]; sampling_per_token_logps [B, C]; fresh [B, C], whether a token is of `version`;
+        and lists of B, which TRL's shuffling and
         splitting of a batch takes along: prompt_lengths, completion_lengths (0 where masked), router_indices.
     """
     completions = [completion for group in groups for completion in group.completions]
@@ -77,7 +90,10 @@ def collate(
         "completion_ids": _pad([c.token_ids for c in completions], pad_token_id),
         "completion_mask": _pad([[int(not m)] * len(c.token_ids) for c, m in zip(completions, masks, strict=True)], 0),
         "advantages": torch.tensor([a for group in groups for a in group.advantages], dtype=torch.float32),
-        "sampling_per_token_logps": _pad([c.logprobs for c in completions], 0.0, dtype=torch.float32),
+        "sampling_per_token_logps": _pad(
+            [c.plain_logprobs if plain_logprobs else c.logprobs for c in completions], 0.0, dtype=torch.float32
+        ),
+        "fresh": _pad([[v == version for v in c.versions] for c in completions], False, dtype=torch.bool),
         "prompt_lengths": [len(c.prompt_ids) for c in completions],
         "completion_lengths": [0 if m else len(c.token_ids) for c, m in zip(completions, masks, strict=True)],
     }

@@ -11,7 +11,8 @@ Where this departs from plain TRL:
 - log-probabilities come from one packed forward without padding, with the generator's routing replayed;
 - the balance loss of the routed layers enters as TRL's MoE auxiliary loss does, already multiplied by its coefficient;
 - the order of prompts and every sample's randomness are functions of (seed, step, prompt): a resume repeats and skips nothing;
-- in split placement a batch may hold tokens of older versions; r is then taken against the policy that sampled each token.
+- every token's loss carries an importance weight between the policy that sampled it (other kernels, an older version) and pi_old,
+  the learner when the batch is first trained: TRL's `vllm_importance_sampling_*`, whose weights plain TRL knows with vLLM alone.
 
     _prepare_inputs (TRL) -> _generate_and_score_completions (ours): rows -> completions -> rewards -> groups -> padded tensors
     compute_loss -> _compute_loss (TRL) -> _get_per_token_logps_and_entropies (ours): unpad -> pack -> forward -> put back
@@ -21,8 +22,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import trl
@@ -35,17 +37,16 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from posttrain.balance import last_balance_loss
-from posttrain.grpo.experience import build_requests, collate
-from posttrain.grpo.metrics import Clock, Mismatch, mismatch_sums
-from posttrain.grpo.packing import pack_inputs, pack_router_indices, plan_packs, put_back
+from posttrain.grpo.adapters import lora_config, merged_state, train_adapters_alone
+from posttrain.grpo.checks import check_learner_arguments
+from posttrain.grpo.curriculum import Curriculum
+from posttrain.grpo.experience import collate
+from posttrain.grpo.forward import packed_logprobs
+from posttrain.grpo.measures import Measures
 from posttrain.grpo.sampler import PromptSampler
 from posttrain.grpo.scoring import Scored, Scorer
-from posttrain.runtime.checkpoints import AtomicCheckpoints
-from posttrain.types import Completion, Request
-
-if TYPE_CHECKING:
-    from posttrain.grpo.split.experience import Collected
+from posttrain.grpo.source import Collected, Generate, OwnSource
+from posttrain.runtime.checkpoints import AtomicCheckpoints, shared_atomic_directory
 
 TRL_MINOR = (1, 16)
 if Version(trl.__version__).release[:2] != TRL_MINOR:
@@ -54,8 +55,7 @@ if Version(trl.__version__).release[:2] != TRL_MINOR:
         f"posttrain's GRPO learner works with trl {'.'.join(map(str, TRL_MINOR))}.*, but {trl.__version__} is installed"
     )
 
-Generate = Callable[[list[Request], int], list[list[Completion]]]
-Collect = Callable[[list[dict[str, Any]], int], "Collected"]
+Collect = Callable[[list[dict[str, Any]], int], Collected]
 # What the clock measures inside a training step that is no update.
 NOT_UPDATE = ("generate", "reward", "logprobs", "sync", "wait")
 
@@ -72,6 +72,9 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         collect: in place of `generate`, `(rows, steps taken) -> Collected`: completions and ratings of generators elsewhere.
         scorer: rewards and advantages.
         stop: strings that end a completion.
+        extra_groups, extra_groups_ahead: of a batch, in place of groups that teach nothing (see `posttrain.grpo.dynamic`).
+        lora: r, alpha, dropout and target_modules of adapters that are trained in place of the weights.
+        curriculum: every_batches, floor and memory of a `Curriculum`; without, every prompt comes once a pass.
         replay_router: whether the forward uses the generator's partitions.
         max_forward_tokens: packed tokens of one forward that needs no gradient.
         record: called with (step, rows of the rollout table) on the main process after every generation.
@@ -88,31 +91,34 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         collect: Collect | None = None,
         scorer: Scorer,
         stop: Sequence[str] = (),
+        extra_groups: int = 0,
+        extra_groups_ahead: int = 0,
+        lora: dict[str, Any] | None = None,
+        curriculum: dict[str, Any] | None = None,
         replay_router: bool = False,
         max_forward_tokens: int = 16384,
         record: Callable[[int, list[dict[str, Any]]], Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        self._check(args)
+        check_learner_arguments(args)
         if (generate is None) == (collect is None):
             raise ValueError("a learner needs one source of completions: give either `generate` or `collect`")
         self._generate_completions = generate
-        self._collect = collect
-        self._stale = False
+        self._collect: Collect = collect or self._collect_own
+        self.extra_groups, self._extra_groups_ahead = extra_groups, extra_groups_ahead
+        self._stale, self._version, self._referring = False, 0, False
         self._scorer = scorer
         self._stop_strings = tuple(stop)
         self._replay_router = replay_router
         self._max_forward_tokens = max_forward_tokens
         self._record = record
         self._rows: dict[str, Any] = {}
-        self._mismatch = Mismatch()
-        self._clock = Clock()
-        self._sampled_tokens = 0
+        self._measures = Measures()
         # TRL would load the reference from `config._name_or_path` with classes it knows; ours is a copy, made before the head is
         # patched. A resumed run starts from the same checkpoint and loads the trained weights later, so the copy is the same.
         # Under PEFT the reference is the model without its adapter, which TRL knows how to find.
         beta, reference = args.beta, None
-        if beta and not is_peft_model(model):
+        if beta and lora is None:
             reference, args.beta = copy.deepcopy(model), 0.0
         super().__init__(
             model=model,
@@ -121,30 +127,18 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
             train_dataset=prompts,
             processing_class=tokenizer,
             callbacks=callbacks,
+            peft_config=None if lora is None else lora_config(lora),
         )
+        if lora is not None:
+            train_adapters_alone(self.model)
         if reference is not None:
             args.beta = self.beta = beta
             self.ref_model = self._prepare_reference(reference)
+        self.curriculum = None if curriculum is None else self._make_curriculum(curriculum)
         # TRL then asks for the auxiliary loss, scales it for gradient accumulation and logs it as `aux_loss`.
         if getattr(model.config, "balance_loss_coef", 0.0) and getattr(model.config, "sse_layers", None):
             self.aux_loss_enabled = True
             self.router_aux_loss_coef = 1.0
-
-    @staticmethod
-    def _check(args: GRPOConfig) -> None:
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if rows % args.num_generations:
-            raise ValueError(
-                f"one process generates {rows} completions at a time (per_device_train_batch_size "
-                f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}), which is no multiple "
-                f"of num_generations {args.num_generations}: a group must be whole on one process"
-            )
-        if args.max_steps <= 0:
-            raise ValueError(f"max_steps={args.max_steps}, but the learner needs a positive number of steps")
-        if args.sync_ref_model:
-            raise ValueError(
-                "sync_ref_model=True, but a reference that moves is in no checkpoint, so the run could not be resumed"
-            )
 
     def _prepare_reference(self, model: PreTrainedModel) -> Any:
         model.eval().requires_grad_(False)
@@ -161,6 +155,13 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
     def steps_per_batch(self) -> float:
         """Optimiser steps that one generation batch serves; below 1 where a step takes several batches."""
         return self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
+
+    @property
+    def batch_number(self) -> int:
+        """The generation batch that the next micro-step belongs to, counted over the whole run."""
+        accumulation = self.args.gradient_accumulation_steps
+        micro_steps = self.state.global_step * accumulation + self._step % accumulation
+        return micro_steps // (self.args.steps_per_generation * self.num_iterations)
 
     def at_boundary(self, step: int) -> bool:
         """Whether the next step after `step` starts with a generation: a checkpoint there loses and repeats nothing."""
@@ -196,24 +197,57 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
             seed=self.args.seed,
         )
 
+    def _make_curriculum(self, given: dict[str, Any]) -> Curriculum:
+        return Curriculum(
+            self.prompt_sampler(),
+            num_prompts=len(self.train_dataset),
+            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
+            seed=self.args.seed,
+            **given,
+        )
+
+    def generator_weights(self) -> Mapping[str, torch.Tensor]:
+        """Every weight of the policy as a generator of its own loads it, this model's own tensors where nothing is merged."""
+        model = self.accelerator.unwrap_model(self.model)
+        return merged_state(model) if is_peft_model(model) else model.state_dict(keep_vars=True)
+
+    def save_final(self, path: Path) -> None:
+        """A whole checkpoint, adapters merged."""
+        model = self.accelerator.unwrap_model(self.model)
+        if not is_peft_model(model):
+            super().save_final(path)
+            return
+        with shared_atomic_directory(path, leader=self.args.should_save) as folder:
+            if self.args.should_save:
+                model.get_base_model().save_pretrained(folder, state_dict=merged_state(model))
+                self.processing_class.save_pretrained(folder)
+
+    def extra_state(self) -> dict[str, Any]:
+        return {} if self.curriculum is None else {"curriculum": self.curriculum.state()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load(state["curriculum"])
+
     # Experience
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        rows = inputs[:: self.num_generations]
+        rows = self._own_rows(inputs[:: self.num_generations])
         step = self.state.global_step
         scored = self._scored(rows, step)
-        completions = [list(group.completions) for group in scored.groups]
         batch = collate(
             scored.groups,
             pad_token_id=self._tokenizer.pad_token_id,
             masked=scored.masked,
+            version=self._version,
+            plain_logprobs=self._truncated_sampling,
             replay_router=self._replay_router,
         )
         device = self.accelerator.device
         batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         batch["num_items_in_batch"] = self.accelerator.gather(batch["completion_mask"].sum()).sum()
-        self._log_batch(scored, completions)
-        with self._clock.measure("logprobs"):
+        self._log_batch(scored)
+        with self._measures.clock.measure("logprobs"):
             self._add_logprobs(batch)
         if self._record is not None:
             # Steps are counted from 1 in everything that a user reads.
@@ -222,73 +256,94 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
                 self._record(step + 1, records)
         return batch
 
-    def _scored(self, rows: list[dict[str, Any]], step: int) -> Scored:
-        """The groups of `rows`, sampled here or by generators elsewhere."""
-        if self._collect is None:
-            completions = self._sample(rows, step)
-            with self._clock.measure("reward"):
-                return self._scorer.score(rows, completions, gather=self._gather_rewards)
-        collected = self._collect(rows, step)
-        self._stale = collected.stale
-        for name, seconds in collected.seconds.items():
-            self._clock.add(name, seconds)
-        for name, value in collected.metrics.items():
-            self._metrics["train"][name].append(value)
-        return self._scorer.assemble(rows, collected.completions, collected.ratings, gather=self._gather_rewards)
+    def _own_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """This rank's prompts: those of the loader, or those of the curriculum, which the loader comes too early to know."""
+        if self.curriculum is None:
+            return rows
+        first = self.accelerator.process_index * len(rows)
+        chosen = self.curriculum.batch(self.batch_number)[first : first + len(rows)]
+        return [self.train_dataset[index] for index in chosen]
 
-    def _sample(self, rows: list[dict[str, Any]], step: int) -> list[list[Completion]]:
-        requests = build_requests(rows, num_generations=self.num_generations, step=step, **self.sampling)
+    def _scored(self, rows: list[dict[str, Any]], step: int) -> Scored:
+        """The groups of `rows` (or of extra ones in their place), sampled here or by generators elsewhere."""
+        collected = self._collect(rows, step)
+        self._stale, self._version = collected.stale, collected.version
+        self._note(self._measures.source(collected, self.accelerator))
+        if self.curriculum is not None:
+            # In one order on every rank and in every placement: a prompt may have been sampled twice.
+            self.curriculum.record(self.batch_number, sorted(gather_object(self._measures.answers(collected))))
+        return self._scorer.assemble(collected.rows, collected.completions, collected.ratings, gather=self._gather_rewards)
+
+    def _collect_own(self, rows: list[dict[str, Any]], step: int) -> Collected:
         assert self._generate_completions is not None, "checked by the constructor"
+        source = OwnSource(
+            generate=self._generate_completions,
+            scorer=self._scorer,
+            prompts=self.train_dataset,
+            order=self.curriculum or self.prompt_sampler(),
+            sampling=self.sampling,
+            num_generations=self.num_generations,
+            extra_groups=self.extra_groups,
+            ahead=self._extra_groups_ahead,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
         # Autocast as in the training forward: the two must compute the same policy.
-        with self._clock.measure("generate"), torch.no_grad(), self.accelerator.autocast():
-            return self._generate_completions(requests, step)
+        with torch.no_grad(), self.accelerator.autocast():
+            return source.collect(rows, step, self.batch_number)
 
     def _gather_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Rewards [P', ...] of all processes from those of this one [P, ...]."""
         return self.accelerator.gather(rewards.to(self.accelerator.device)).cpu()
 
     def _add_logprobs(self, batch: dict[str, Any]) -> None:
-        """Add `old_per_token_logps` and `ref_per_token_logps` where the loss needs them, as TRL decides it."""
+        """Add `old_per_token_logps` and `ref_per_token_logps` where the loss needs them."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         keep = batch["completion_ids"].size(1)
         self._rows = batch
-        generate_every = self.args.steps_per_generation * self.num_iterations
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self._stale and not self._truncated_sampling:
-                # Clipped importance sampling against the policies that sampled, whatever version each token is of.
+            if self._weights_move:
+                # The policy that the batch is first trained at must be remembered.
+                batch["old_per_token_logps"] = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+                self._compare(batch["old_per_token_logps"], batch)
+            if self._stale and self._comparable and not self._corrected:
+                # The clipped ratio alone then does the weighing, against the policies that sampled, as in TRL's async trainer.
                 batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
-            elif self.args.gradient_accumulation_steps % generate_every:
-                # The weights move while this batch is used, so the policy that sampled it must be remembered.
-                logps = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
-                batch["old_per_token_logps"] = logps
-                self._measure_mismatch(logps, batch)
             if self.beta:
                 batch["ref_per_token_logps"] = self._reference_logps(ids, mask, keep)
 
     def _reference_logps(self, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._get_per_token_logps_and_entropies(self.ref_model, ids, mask, keep)[0]
-        # The base model under a PEFT adapter is the reference.
-        model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            return self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+        self._referring = True
+        try:
+            if self.ref_model is not None:
+                return self._get_per_token_logps_and_entropies(self.ref_model, ids, mask, keep)[0]
+            # The base model under a PEFT adapter is the reference.
+            with use_adapter(self.accelerator.unwrap_model(self.model), adapter_name=None):
+                return self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+        finally:
+            self._referring = False
 
     # Loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         before = time.perf_counter()
-        elsewhere = sum(self._clock[name] for name in NOT_UPDATE)
+        elsewhere = sum(self._measures.clock[name] for name in NOT_UPDATE)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        elsewhere = sum(self._clock[name] for name in NOT_UPDATE) - elsewhere
-        self._clock.add("update", time.perf_counter() - before - elsewhere)
+        elsewhere = sum(self._measures.clock[name] for name in NOT_UPDATE) - elsewhere
+        self._measures.clock.add("update", time.perf_counter() - before - elsewhere)
         return loss
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self._rows = inputs
-        return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        # TRL's loss looks at the weights where it believes that vLLM sampled; nothing else in it depends on that.
+        self.use_vllm = self._corrected
+        try:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        finally:
+            self.use_vllm = False
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -307,35 +362,27 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         read 0. The lengths of the rows and the router's choices are those of `self._rows`, the batch at hand.
         """
         assert not any(value is not None for value in multimodal.values()), "images never reach this trainer"
-        shape = (input_ids.size(0), logits_to_keep)
-        logps = torch.zeros(shape, dtype=torch.float32, device=input_ids.device)
-        entropies = torch.zeros_like(logps)
-        balance = None
         learning = torch.is_grad_enabled()
-        packs = plan_packs(
-            self._rows["prompt_lengths"],
-            self._rows["completion_lengths"],
-            input_ids.size(1) - logits_to_keep,
+        made = packed_logprobs(
+            model,
+            self._rows,
+            input_ids,
             logits_to_keep,
+            temperature=self.temperature,
             max_tokens=None if learning else self._max_forward_tokens,
+            # The reference keeps its own routing: it is another policy.
+            replay=self._replay_router and not self._referring,
+            entropies=compute_entropy,
+            balance=compute_aux_loss,
+            autocast=self.accelerator.autocast,
         )
-        for pack in packs:
-            arguments = pack_inputs(pack, input_ids)
-            if self._replay_router and model is not self.ref_model:
-                # The reference keeps its own routing: it is another policy.
-                arguments["router_indices"] = pack_router_indices(pack, self._rows["router_indices"]).to(input_ids.device)
-            with self.accelerator.autocast():
-                outputs = model(**arguments, fused_lm_head=True)
-            logps = put_back(pack, outputs.log_probs, logps)
-            if compute_entropy:
-                entropies = put_back(pack, outputs.entropy, entropies)
-            if compute_aux_loss:
-                balance = last_balance_loss(model)
-        if learning and "old_per_token_logps" not in self._rows:
-            self._measure_mismatch(logps, self._rows)
+        if learning and not self._weights_move:
+            # TRL's loss reads the weights of the batch after this forward.
+            self._compare(made.logps, self._rows)
+        balance = made.balance
         if compute_aux_loss and balance is None:
-            balance = logps.new_zeros(())
-        return logps, entropies if compute_entropy else None, balance
+            balance = made.logps.new_zeros(())
+        return made.logps, made.entropies if compute_entropy else None, balance
 
     # Measurements
 
@@ -344,44 +391,51 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         """Whether the generator's log-probabilities are those of a distribution with its tail cut off."""
         return bool(self.top_p < 1 or self.top_k or self.min_p)
 
-    def _measure_mismatch(self, logps: torch.Tensor, batch: dict[str, Any]) -> None:
-        """Compare the trainer's log-probabilities with the generator's, unless truncated sampling hides the latter."""
-        if self._truncated_sampling:
-            return
-        self._mismatch.add(mismatch_sums(logps.detach(), batch["sampling_per_token_logps"], batch["completion_mask"]))
+    @property
+    def _comparable(self) -> bool:
+        """Whether the generator's log-probabilities are to be compared with the learner's: of a distribution with its tail cut
+        off, the model's own (at temperature 1) stand in for them; at another temperature there are none."""
+        return not self._truncated_sampling or self.temperature == 1.0
 
-    def _log_batch(self, scored: Any, completions: list[list[Completion]]) -> None:
-        """Statistics of a generation batch, under TRL's names where TRL has one; means over all processes."""
-        lengths = torch.tensor([float(len(c.token_ids)) for group in completions for c in group], device=self.accelerator.device)
-        prompts = sum(len(c.prompt_ids) for group in completions for c in group)
-        totals = torch.stack([lengths.sum(), lengths.new_tensor(float(prompts))])
-        sampled, read = self.accelerator.reduce(totals, reduction="sum").tolist()
-        self._sampled_tokens += int(sampled)
-        self.state.num_input_tokens_seen += int(sampled + read)
-        lengths = self.accelerator.gather(lengths)
-        metrics = {
-            "num_tokens": float(self.state.num_input_tokens_seen),
-            "completions/mean_length": lengths.mean().item(),
-            "completions/min_length": lengths.min().item(),
-            "completions/max_length": lengths.max().item(),
-            **scored.metrics(self._gather_rewards),
-        }
+    @property
+    def _corrected(self) -> bool:
+        return self.args.vllm_importance_sampling_correction and self._comparable
+
+    @property
+    def _weights_move(self) -> bool:
+        """Whether the weights change while a generation batch is in use."""
+        return bool(self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations))
+
+    def _compare(self, logps: torch.Tensor, batch: dict[str, Any]) -> None:
+        """Measure the mismatch between the learner at `self._version`, whose log-probabilities `logps` [B, C] are, and the
+        policies that sampled `batch`; add its importance weights."""
+        if self._comparable:
+            weights = self._measures.compare(logps.detach(), batch, self.args if self._corrected else None)
+            if weights is not None:
+                batch["importance_sampling_ratio"] = weights
+
+    def _log_batch(self, scored: Scored) -> None:
+        metrics = self._measures.batch(
+            scored,
+            self.accelerator,
+            passes=self.num_iterations,
+            tokens_seen=self.state.num_input_tokens_seen,
+            gather=self._gather_rewards,
+        )
+        self.state.num_input_tokens_seen = int(metrics["num_tokens"])
+        self._note(metrics)
+        if self._replay_router:
+            completions = [completion for group in scored.groups for completion in group.completions]
+            partitions = getattr(self.model.config, "num_partitions", 0)
+            self._note(self._measures.routing(completions, partitions, self.accelerator))
+
+    def _note(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        sums = self._mismatch.take()
-        if sums is not None:
-            absolute, k3, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-            metrics["mismatch/abs"].append(absolute / max(count, 1))
-            metrics["mismatch/k3"].append(k3 / max(count, 1))
-        seconds = self._clock.take()
-        if seconds:
-            for name, value in seconds.items():
-                metrics[f"time/{name}"].append(value)
-            metrics["tokens_per_second"].append(self._sampled_tokens / max(sum(seconds.values()), 1e-9))
-            self._sampled_tokens = 0
+        if self.model.training:
+            self._note(self._measures.at_log(self.accelerator))
         super().log(logs, start_time)
 
     # TRL's token and flop counters walk the model at every step; the batch here is a list of rows, which they can't count anyway.

@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("logprob_mean", pa.float32()),
         ("version", pa.int32()),
+        ("oldest_version", pa.int32()),
     ]
 )
 

@@ -8,7 +8,7 @@ skipping the batches that were trained is then an exact resume, in any pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
@@ -65,6 +65,17 @@ class PromptSampler(Sampler[int]):
         a_pass, position = divmod(number, self._num_prompts // self._prompts_per_batch)
         order = self._order(a_pass)
         return order[position * self._prompts_per_batch : (position + 1) * self._prompts_per_batch]
+
+    def extra(self, number: int, place: int, own: Sequence[int] | None = None) -> int:
+        """The prompt of extra candidate `place` of generation batch `number` (see `posttrain.grpo.dynamic`): the prompts that
+        are not in the batch (`own`, where it is not this sampler's), in an order of its own, over and over."""
+        own = self.batch(number) if own is None else own
+        taken = set(own)
+        generator = torch.Generator().manual_seed(derived_seed("extra prompts", self._seed, number))
+        order = [prompt for prompt in torch.randperm(self._num_prompts, generator=generator).tolist() if prompt not in taken]
+        # A batch may hold every prompt there is.
+        order = order or list(own)
+        return order[place % len(order)]
 
     def _order(self, a_pass: int) -> list[int]:
         if not self._shuffle:

@@ -13,21 +13,21 @@ from typing import Any, Literal
 import torch
 
 from posttrain.grpo.advantages import (
+    FLAT,
     Baseline,
     Scale,
     batch_advantages,
     group_advantages,
+    group_std,
     normalise_then_sum,
     penalise_truncated,
     reward_matrix,
     zero_variance,
 )
 from posttrain.rewards.registry import RewardSet
-from posttrain.types import Completion, Group, Ratings
+from posttrain.types import CORRECTNESS, Completion, Group, Ratings
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-# Names of the reward that compares with the gold answer.
-CORRECTNESS = ("maths", "accuracy")
 # Columns of a row that are the learner's own, or named like what every reward is given; rewards get the others.
 OWN_COLUMNS = ("prompt", "prompt_ids", "prompt_index", "prompts", "completions", "completion_ids")
 
@@ -106,10 +106,40 @@ class Scored:
                 "finish_reason": completion.finish_reason,
                 "logprob_mean": sum(completion.logprobs) / len(completion.logprobs),
                 "version": completion.versions[-1],
+                "oldest_version": min(completion.versions),
             }
             for p, (row, group) in enumerate(zip(self.rows, self.groups, strict=True))
             for sample, completion in enumerate(group.completions)
         ]
+
+
+def picked(ratings: Ratings, which: Sequence[int]) -> Ratings:
+    """The ratings of some groups, in that order; killed verifications stay with all of them."""
+    return Ratings(
+        totals=[ratings.totals[p] for p in which],
+        parts={name: [values[p] for p in which] for name, values in ratings.parts.items()},
+        flat=[ratings.flat[p] for p in which],
+        timeouts=ratings.timeouts,
+    )
+
+
+def concatenated(several: Sequence[Ratings]) -> Ratings:
+    """The ratings of all their groups."""
+    return Ratings(
+        totals=[group for ratings in several for group in ratings.totals],
+        parts={name: [group for ratings in several for group in ratings.parts[name]] for name in several[0].parts},
+        flat=[flat for ratings in several for flat in ratings.flat],
+        timeouts=sum(ratings.timeouts for ratings in several),
+    )
+
+
+def answers(rows: Sequence[dict[str, Any]], ratings: Ratings) -> list[tuple[int, int, int]]:
+    """(prompt_index, right answers, judged answers) of each group; nothing where no reward says what is right."""
+    parts = next((ratings.parts[name] for name in CORRECTNESS if name in ratings.parts), None)
+    if parts is None:
+        return []
+    judged = [[value > 0.5 for value in group if value is not None] for group in parts]
+    return [(row["prompt_index"], sum(group), len(group)) for row, group in zip(rows, judged, strict=True)]
 
 
 class Scorer:
@@ -165,6 +195,10 @@ class Scorer:
     def _texts(self, completions: Sequence[Sequence[Completion]]) -> list[str]:
         return self._decode([completion.token_ids for group in completions for completion in group])
 
+    def _left_out(self, rewards: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
+        """Bool [P, G], completions that take no part in the loss."""
+        return rewards.isnan() | truncated if self._truncated == "mask" else rewards.isnan()
+
     def _assemble(
         self,
         rows: Sequence[dict[str, Any]],
@@ -175,10 +209,10 @@ class Scorer:
     ) -> Scored:
         total = reward_matrix(ratings.totals)
         parts = {name: reward_matrix(values) for name, values in ratings.parts.items()}
-        truncated = torch.tensor([[completion.truncated for completion in group] for group in completions])
+        truncated = _truncated(completions)
         rewards = self._final(total, parts, truncated)
         advantages = self._advantages(rewards, gather)
-        left_out = rewards.isnan() | truncated if self._truncated == "mask" else rewards.isnan()
+        left_out = self._left_out(rewards, truncated)
         groups = tuple(
             Group(
                 prompt_ids=list(group[0].prompt_ids),
@@ -212,11 +246,11 @@ class Scorer:
             **columns,
         )
         fold = lambda values: [values[at : at + size] for at in range(0, len(values), size)]  # noqa: E731
-        return Ratings(
-            totals=fold(scores.total),
-            parts={name: fold(values) for name, values in scores.parts.items()},
-            timeouts=self._timeouts() - before,
-        )
+        totals, parts = fold(scores.total), {name: fold(values) for name, values in scores.parts.items()}
+        truncated = _truncated(completions)
+        rewards = self._final(reward_matrix(totals), {name: reward_matrix(values) for name, values in parts.items()}, truncated)
+        flat = (group_std(rewards).squeeze(1) <= FLAT) | self._left_out(rewards, truncated).all(dim=1)
+        return Ratings(totals=totals, parts=parts, flat=flat.tolist(), timeouts=self._timeouts() - before)
 
     def _timeouts(self) -> int:
         return int(self._rewards.counters().get("timeouts", 0))
@@ -232,6 +266,10 @@ class Scorer:
             return batch_advantages(rewards, gather(rewards))
         batch = gather(rewards) if self._scale == "batch" else None
         return group_advantages(rewards, scale=self._scale, baseline=self._baseline, batch=batch)
+
+
+def _truncated(completions: Sequence[Sequence[Completion]]) -> torch.Tensor:
+    return torch.tensor([[completion.truncated for completion in group] for group in completions])
 
 
 def _or_none(value: float) -> float | None:

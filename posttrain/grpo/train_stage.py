@@ -23,6 +23,7 @@ from posttrain.grpo.prompts import load_prompts
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
 from posttrain.grpo.split.stage import SplitSource
+from posttrain.models.exact import make_exact
 from posttrain.models.loading import load_model
 from posttrain.rewards.errors import RewardError
 from posttrain.rewards.registry import RewardSet, build_rewards
@@ -97,6 +98,9 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
     args = arguments(recipe, run.path, len(prompts))
     model = load_model(str(start), dtype=recipe.model.dtype, trust_remote_code=recipe.model.trust_remote_code)
     model.config.use_cache = False
+    if recipe.rollout.exact:
+        # Before the learner copies it as its reference; the trainer moves it to the device.
+        make_exact(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     max_length = context_length(recipe, args, model, prompts)
     with explained_rewards():
         rewards = build_rewards(recipe.reward)
@@ -123,6 +127,10 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
             collect=None if split is None else split.collect,
             scorer=scorer,
             stop=recipe.rollout.stop,
+            extra_groups=recipe.grpo.max_extra_groups,
+            extra_groups_ahead=recipe.grpo.extra_groups_ahead,
+            lora=None if recipe.grpo.lora is None else recipe.grpo.lora.model_dump(),
+            curriculum=None if recipe.grpo.curriculum is None else recipe.grpo.curriculum.model_dump(),
             replay_router=policy.replay_router,
             max_forward_tokens=recipe.rollout.max_prefill_tokens,
             record=lambda step, records: write_rollouts(run.path / "rollouts", step, records),
@@ -165,7 +173,7 @@ class Policy:
                 tokenizer=self._tokenizer,
                 max_sequences=self._rollout.max_sequences,
                 max_length=self._max_length,
-                max_prefill_tokens=self._rollout.max_prefill_tokens,
+                **self._rollout.engine_options(),
                 return_router_indices=self.replay_router,
             )
         self._generator.update_weights(version)

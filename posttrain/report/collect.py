@@ -21,18 +21,31 @@ MAX_TEXT = 4000
 # Curves in the order in which they are looked at: (stage, metric, title).
 CURVES = (
     ("grpo", "reward", "Reward"),
-    ("grpo", "accuracy", "Pass rate"),
+    ("grpo", "pass_rate", "Pass rate of all that was sampled"),
+    ("grpo", "accuracy", "Pass rate of what was trained on"),
     ("grpo", "completion_length", "Completion length (tokens)"),
     ("grpo", "truncated", "Truncated share"),
     ("grpo", "entropy", "Entropy (nats)"),
     ("grpo", "kl", "KL to the reference"),
     ("grpo", "mismatch_k3", "Mismatch KL, generator to trainer (k3)"),
+    ("grpo", "mismatch_fresh_k3", "Mismatch KL of tokens of the newest version (k3)"),
+    ("grpo", "importance_weight_bounded", "Importance weights at a bound (share)"),
+    ("grpo", "flat_groups", "Groups that teach nothing"),
+    ("grpo", "generator_busy", "Generators at work (share of their time)"),
     ("grpo", "loss", "GRPO loss"),
     ("grpo", "grad_norm", "Gradient norm"),
     ("sft", "loss", "SFT loss"),
     ("sft", "accuracy", "SFT token accuracy"),
     ("sft", "balance_loss", "SFT router balance loss"),
     ("sft", "learning_rate", "SFT learning rate"),
+)
+
+# Several lines in one picture: (stage, title, what the names of the metrics begin with, metrics of other names).
+PICTURES = (
+    ("grpo", "Seconds of a step", "time_", ()),
+    ("grpo", "Tokens a second", "", ("learner_tokens_per_second", "generator_tokens_per_second", "tokens_per_second")),
+    ("grpo", "Age of tokens in versions (share)", "staleness/age_", ()),
+    ("grpo", "Busiest partition by layer (1: balanced)", "router/max_load_", ()),
 )
 
 
@@ -74,12 +87,24 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 def _curves(run: RunFolder) -> list[dict[str, Any]]:
     records = run.read_metrics()
-    curves = []
+    curves: list[dict[str, Any]] = []
     for stage, metric, title in CURVES:
-        points = [(r["step"], r[metric]) for r in records if r["stage"] == stage and isinstance(r.get(metric), (int, float))]
+        points = _points(records, stage, metric)
         if len(points) > 1:
-            curves.append({"stage": stage, "metric": metric, "title": title, "points": _thin(points, MAX_POINTS)})
+            curves.append({"stage": stage, "metric": metric, "title": title, "points": points})
+    for stage, title, prefix, others in PICTURES:
+        found = {name for record in records if record["stage"] == stage for name in record if prefix and name.startswith(prefix)}
+        names = sorted(found, key=lambda name: (len(name), name)) + list(others)
+        series = [{"name": name.removeprefix(prefix), "points": _points(records, stage, name)} for name in names]
+        series = [line for line in series if len(line["points"]) > 1]
+        if series:
+            curves.append({"stage": stage, "metric": prefix or names[0], "title": title, "series": series})
     return curves
+
+
+def _points(records: list[dict[str, Any]], stage: str, metric: str) -> list[Any]:
+    values = [(r["step"], r[metric]) for r in records if r["stage"] == stage and isinstance(r.get(metric), (int, float))]
+    return _thin(values, MAX_POINTS)
 
 
 def _thin(items: list[Any], most: int) -> list[Any]:

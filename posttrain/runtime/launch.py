@@ -1,4 +1,4 @@
-"""Starting one stage on Ray: SFT as a TorchTrainer of N ranks, the others as one actor each."""
+"""Starting one stage on Ray: SFT, and GRPO of several learners, as a TorchTrainer of N ranks; the others as one actor each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.config import Recipe, recipe_from_dict
+from posttrain.config import RayConfig, Recipe, recipe_from_dict
 from posttrain.errors import PosttrainError
+from posttrain.runtime.placement import check, grpo_bundles, nodes, reserve
 from posttrain.runtime.session import gpus_per_worker
 
 POLL_SECONDS = 0.2
+# Of the ranks' own collectives, beyond what rank 0 may wait for batches.
+GROUP_TIMEOUT_S = 1800
 
 
 class StageHandle(Protocol):
@@ -32,8 +35,11 @@ class StageHandle(Protocol):
 
 def launch(stage: str, recipe: Recipe, run_path: Path, board: Any) -> StageHandle:
     """Start `stage` and return its handle."""
-    if stage == "sft":
-        return SftHandle(recipe, run_path, board)
+    if stage == "grpo":
+        # Before anything is loaded: Ray would wait without a word for what never comes.
+        check(grpo_bundles(recipe, gpus_per_worker(RayConfig())), nodes())
+    if stage == "sft" or (stage == "grpo" and recipe.grpo.learners > 1):
+        return RanksHandle(stage, recipe, run_path, board)
     return ActorHandle(stage, recipe, run_path, board)
 
 
@@ -57,9 +63,21 @@ class ActorHandle:
             "max_restarts": recipe.ray.max_failures,
             "max_task_retries": recipe.ray.max_failures,
         }
+        self._group: Any = None
+        if stage == "grpo" and recipe.grpo.placement == "split":
+            options["scheduling_strategy"] = self._reserved(recipe)
         self._actor: Any = ray.remote(**options)(StageActor).remote()
         self._result = self._actor.run.remote(
             stage, recipe.model_dump(mode="json"), str(run_path), board, worker_threads(recipe), os.getcwd()
+        )
+
+    def _reserved(self, recipe: Recipe) -> Any:
+        """The learner's place in a group that its generators are placed in too."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._group = reserve(grpo_bundles(recipe, gpus_per_worker(RayConfig())))
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
         )
 
     def wait(self, seconds: float) -> bool:
@@ -76,12 +94,22 @@ class ActorHandle:
             ray.get(self._result)
         except RayError as error:
             return error
+        finally:
+            self._give_back()
         return None
 
     def kill(self) -> None:
         import ray
 
         ray.kill(self._actor)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
 
 
 def _elsewhere(stage: str, recipe: Recipe) -> bool:
@@ -128,36 +156,43 @@ def stage_function(stage: str) -> Any:
     raise PosttrainError(f"unknown stage {stage!r}; stages are distill, sft, grpo, eval, report")
 
 
-class SftHandle:
-    """SFT under Ray Train. `fit` blocks and would take Ctrl-C for itself, so it runs in a thread of the driver."""
+class RanksHandle:
+    """SFT, or GRPO of several learners, under Ray Train.
 
-    def __init__(self, recipe: Recipe, run_path: Path, board: Any) -> None:
+    `fit` blocks and would take Ctrl-C for itself, so it runs in a thread of the driver.
+    """
+
+    def __init__(self, stage: str, recipe: Recipe, run_path: Path, board: Any) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchTrainer
+        from ray.train.torch import TorchConfig, TorchTrainer
 
         gpus = gpus_per_worker(recipe.ray)
+        ranks = recipe.ray.num_workers if stage == "sft" else recipe.grpo.learners
         resources: dict[str, float] = {"CPU": recipe.ray.cpus_per_worker}
         if gpus:
             resources["GPU"] = gpus
         self._trainer = TorchTrainer(
-            sft_worker,
+            rank_worker,
+            # Rank 0 waits for the generators up to that long and says who is late, while the others wait for rank 0.
+            torch_config=TorchConfig(timeout_s=int(recipe.grpo.batch_timeout_s) + GROUP_TIMEOUT_S),
             train_loop_config={
+                "stage": stage,
                 "recipe": recipe.model_dump(mode="json"),
                 "run_path": str(run_path),
                 "board": board,
                 "threads": worker_threads(recipe),
                 "folder": os.getcwd(),
             },
-            scaling_config=ScalingConfig(num_workers=recipe.ray.num_workers, use_gpu=gpus > 0, resources_per_worker=resources),
+            scaling_config=ScalingConfig(num_workers=ranks, use_gpu=gpus > 0, resources_per_worker=resources),
             # No checkpoint is reported to Ray Train: those in the run folder are the truth, and every start looks there.
             run_config=RunConfig(
-                name="sft",
+                name=stage,
                 storage_path=str(run_path / "logs" / "ray_train"),
                 failure_config=FailureConfig(max_failures=recipe.ray.max_failures),
             ),
         )
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._fit, name="sft", daemon=True)
+        self._thread = threading.Thread(target=self._fit, name=stage, daemon=True)
         self._thread.start()
 
     def _fit(self) -> None:
@@ -177,12 +212,13 @@ class SftHandle:
         """Nothing to do: the workers belong to this driver's job, and end when it disconnects from Ray."""
 
 
-def sft_worker(config: dict[str, Any]) -> None:
-    """What each rank of the SFT stage runs."""
+def rank_worker(config: dict[str, Any]) -> None:
+    """What each rank of a stage under Ray Train runs."""
     import ray.train
 
     from posttrain.runtime.worker import setup
 
+    stage = config["stage"]
     ranks = ray.train.get_context()
     rank, world_size = ranks.get_world_rank(), ranks.get_world_size()
     if world_size == 1 and config["recipe"].get("deepspeed") is None:
@@ -190,7 +226,7 @@ def sft_worker(config: dict[str, Any]) -> None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"):
             os.environ.pop(name, None)
     context = setup(
-        stage="sft",
+        stage=stage,
         run_path=config["run_path"],
         board=config["board"],
         threads=config["threads"],
@@ -202,4 +238,4 @@ def sft_worker(config: dict[str, Any]) -> None:
     context.begin()
     with context.outcome(reraise=True):
         context.report(0, 0, note="loading", force=True)
-        stage_function("sft")(recipe_from_dict(config["recipe"]), Path(config["run_path"]), context)
+        stage_function(stage)(recipe_from_dict(config["recipe"]), Path(config["run_path"]), context)

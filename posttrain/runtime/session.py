@@ -28,7 +28,14 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # The head asks for a token by default and clients send none: one mode for both.
     "RAY_AUTH_MODE": "token",
+    # A job (`ray job submit`) may have environment variables of its own beside those that workers get here.
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }
+
+
+# Ray's own switch (false by default on macOS and Windows): a node's address is 127.0.0.1, and its processes listen there alone.
+# Of itself Ray resolves that address to the machine's and listens on every interface. It is read when Ray is imported.
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextmanager
@@ -43,7 +50,9 @@ def ray_session(config: RayConfig, *, other_cpus: float = 0) -> Iterator[None]:
     Raises:
         ConfigError: the cluster cannot be reached, or offers less than the recipe asks for.
     """
-    for name, value in RAY_ENVIRONMENT.items():
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    alone = not address and config.listen == "loopback"
+    for name, value in (RAY_ENVIRONMENT | (LOOPBACK if alone else {})).items():
         os.environ.setdefault(name, value)
     import ray
 
@@ -51,7 +60,6 @@ def ray_session(config: RayConfig, *, other_cpus: float = 0) -> Iterator[None]:
         _check_resources(config)
         yield
         return
-    address = config.address or os.environ.get("RAY_ADDRESS")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "posttrain"}
     workers_environment = {**WORKER_ENVIRONMENT, **config.env}
     if address:
@@ -64,6 +72,8 @@ def ray_session(config: RayConfig, *, other_cpus: float = 0) -> Iterator[None]:
         os.environ.update(workers_environment)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")]))
         ray.init(
+            # Without it Ray would join any cluster that was ever started here by `ray start` and still runs, or fail for that.
+            address="local",
             num_cpus=_local_cpus(config, other_cpus),
             include_dashboard=config.dashboard,
             object_store_memory=(config.object_store_memory_mb or OBJECT_STORE_MB) * 2**20,

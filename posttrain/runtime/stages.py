@@ -64,7 +64,7 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
         from posttrain.runtime.prepare import prepare
 
         prepare(recipe, run, group)
-        with ray_session(recipe.ray, other_cpus=_generator_cpus(recipe, group)):
+        with ray_session(recipe.ray, other_cpus=_other_cpus(recipe, group)):
             board = start_board()
             for stage in group:
                 stopped_by = run_stage(stage, recipe, run, board)
@@ -78,10 +78,13 @@ def _run(recipe: Recipe, stages: list[str], run: RunFolder) -> int:
     return 0
 
 
-def _generator_cpus(recipe: Recipe, stages: list[str]) -> float:
-    """Cores that the generators of split GRPO hold beside the learner."""
-    split = "grpo" in stages and recipe.grpo.placement == "split"
-    return recipe.grpo.generators * recipe.grpo.cpus_per_generator if split else 0
+def _other_cpus(recipe: Recipe, stages: list[str]) -> float:
+    """Cores that a stage holds beside `ray.num_workers` workers: GRPO's other learners and its generators."""
+    if "grpo" not in stages:
+        return 0
+    learners = max(0, recipe.grpo.learners - recipe.ray.num_workers) * recipe.ray.cpus_per_worker
+    split = recipe.grpo.placement == "split"
+    return learners + (recipe.grpo.generators * recipe.grpo.cpus_per_generator if split else 0)
 
 
 def _report(run: RunFolder) -> Path:

@@ -69,7 +69,13 @@ ENDS = [TOKENIZER.eos_token_id, *range(20, 40)]
 
 
 def make(
-    folder: Path, *, data: Dataset | None = None, model: Any = None, scoring: dict[str, Any] | None = None, **given: Any
+    folder: Path,
+    *,
+    data: Dataset | None = None,
+    model: Any = None,
+    scoring: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **given: Any,
 ) -> Learner:
     model = new_model(FIELDS, seed=3) if model is None else model
     options = {
@@ -109,6 +115,7 @@ def make(
             **({"truncated_completions": "keep"} if scoring is None else scoring),
         ),
         replay_router=True,
+        lora=lora,
         record=lambda step, records: write_rollouts(folder / "rollouts", step, records),
     )
     learner.remove_callback(PrinterCallback)
@@ -323,3 +330,71 @@ def rollout(folder: Path, step: int) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     return pq.read_table(folder / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
+
+
+def right_or_flat(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float | None]:
+    """What `share_of_wanted` says, but always 0 where the gold answer is empty."""
+    return [0.0 if not gold else len(set(text) & set(gold)) / 40 for gold, text in zip(answer, completions, strict=True)]
+
+
+def test_groups_that_teach_nothing_are_replaced_and_a_resume_repeats_that(tmp_path: Path) -> None:
+    rows = [{**row, "answer": "" if row["prompt_index"] % 2 else WANTED} for row in prompts()]
+
+    def learner(folder: Path, **given: Any) -> Learner:
+        made = make(folder, data=Dataset.from_list(rows), max_steps=4, **given)
+        made.extra_groups = 4
+        made._scorer = Scorer(
+            RewardSet([Reward(name="share", function=right_or_flat, required=True)]),
+            lambda ids: TOKENIZER.batch_decode(ids, skip_special_tokens=True),
+            truncated_completions="keep",
+        )
+        return made
+
+    straight = learner(tmp_path / "straight")
+    straight.train()
+    names = ("groups/flat", "groups/passed_over", "groups/short", "zero_variance_groups")
+    seen = history(straight, *names)
+    assert sum(flat for flat, *_ in seen) > 0 and all(flat == passed and not short for flat, passed, short, _ in seen)
+    assert all(left == 0 for *_, left in seen), "none of them is trained on"
+    assert all(row["answer"] for step in range(1, 5) for row in rollout(tmp_path / "straight", step))
+    first = learner(tmp_path / "resumed", save_strategy="steps", save_steps=2)
+    first.add_callback(StopAfter(2))
+    first.train()
+    second = learner(tmp_path / "resumed")
+    second.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-2"))
+    assert history(second, "loss", "grad_norm", *names) == history(straight, "loss", "grad_norm", *names)
+    for step in range(1, 5):
+        assert rollout(tmp_path / "straight", step) == rollout(tmp_path / "resumed", step)
+
+
+def test_a_curriculum_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def learner(folder: Path, **given: Any) -> Learner:
+        made = make(folder, max_steps=10, **given)
+        made.curriculum = made._make_curriculum({"every_batches": 2, "floor": 0.05, "memory": 0.5})
+        made._scorer = Scorer(
+            RewardSet([Reward(name="accuracy", function=solved)]),
+            lambda ids: TOKENIZER.batch_decode(ids, skip_special_tokens=True),
+            truncated_completions="keep",
+        )
+        return made
+
+    straight = learner(tmp_path / "straight")
+    straight.train()
+    first = learner(tmp_path / "resumed", save_strategy="steps", save_steps=5)
+    first.add_callback(StopAfter(5))
+    first.train()
+    second = learner(tmp_path / "resumed")
+    checkpoint = tmp_path / "resumed" / "checkpoint-5"
+    second.restore_extra_state(checkpoint)
+    second.train(resume_from_checkpoint=str(checkpoint))
+    order = [[row["prompt_index"] for row in rollout(tmp_path / "straight", step)] for step in range(1, 11)]
+    assert order == [[row["prompt_index"] for row in rollout(tmp_path / "resumed", step)] for step in range(1, 11)]
+    assert history(second, "loss", "pass_rate") == history(straight, "loss", "pass_rate")
+    # What is always solved has a twentieth of the weight of what was never tried: it hardly comes back.
+    late = [prompt for step in order[4:] for prompt in set(step)]
+    assert sum(prompt % 2 for prompt in late) < len(late) / 2, late
+
+
+def solved(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """Odd prompts are always solved; of the others every other completion is right."""
+    return [float(prompt[-1] in "13579" or place % 2 == 0) for place, prompt in enumerate(prompts)]

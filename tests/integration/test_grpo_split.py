@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,8 @@ from posttrain.config import RayConfig
 from posttrain.grpo.sampler import derived_seed
 from posttrain.grpo.split.experience import Collected, SplitError, SplitExperience, SplitSettings
 from posttrain.grpo.split.stage import SplitSource
-from posttrain.grpo.split.weights import ObjectStoreReceiver, ObjectStoreSender, WeightBoard, WeightError, WeightsGone
+from posttrain.grpo.split.transfer.buckets import WeightError, WeightsGone
+from posttrain.grpo.split.weights import ObjectStoreReceiver, ObjectStoreSender, WeightBoard
 from posttrain.run_folder import RunFolder
 from posttrain.runtime.session import ray_session
 from tests.integration.test_grpo_stage import GRPO, recipe, run, weights
@@ -86,6 +88,8 @@ def essence(collected: Collected) -> Any:
 
 @pytest.mark.slow
 def test_whoever_is_killed_no_batch_is_lost_twice_or_out_of_order(session, tmp_path) -> None:
+    import ray
+
     first = scripted(tmp_path)
     seen = []
     try:
@@ -112,6 +116,10 @@ def test_whoever_is_killed_no_batch_is_lost_twice_or_out_of_order(session, tmp_p
             collected = collect(second, batch)
             assert essence(collected) == seen[batch]
             second.ack(batch)
+        # On a busy machine generators take longer to start than the learner is to wait below.
+        deadline = time.monotonic() + 90
+        while ray.get(second.buffer.state.remote())["taken"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
         second._settings = replace(second._settings, limit_s=5.0)
         with pytest.raises(SplitError, match=r"batch 7: no group has come for 5 s, and 2 of 2 are missing. slot 14: with gen"):
             collect(second, 7)

@@ -55,7 +55,7 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
         "grpo": GRPO,
     }
     for name, section in sections.items():
-        given[name] = {**given[name], **section} if isinstance(section, dict) else section
+        given[name] = {**given.get(name, {}), **section} if isinstance(section, dict) else section
     return Recipe.model_validate(given)
 
 
@@ -110,7 +110,8 @@ def test_whole_stage(tmp_path: Path) -> None:
     for name in (
         *("loss", "reward", "reward_std", "rewards/digits/mean", "completion_length", "truncated", "entropy", "clip_ratio"),
         *("grad_norm", "learning_rate", "mismatch_abs", "mismatch_k3", "zero_variance_groups", "unreadable_gold"),
-        *("verifier_timeouts", "tokens_per_second", "balance_loss"),
+        *("verifier_timeouts", "tokens_per_second", "balance_loss", "learner_tokens_per_second", "generator_tokens_per_second"),
+        *("mismatch_fresh_k3", "importance_weight", "importance_weight_bounded", "flat_groups", "router/max_load_0"),
         *("time_generate", "time_reward", "time_logprobs", "time_update"),
     ):
         assert metrics[0][name] is not None, name

@@ -316,6 +316,18 @@ def test_generate_bad_files(
     assert said in capsys.readouterr().err
 
 
+def test_check_refuses_a_checkpoint_that_run_would_refuse(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for named in (tmp_path / "absent", "runs/x/grpo/checkpoint-230", "a/b/c"):
+        assert cli.main(["check", recipe, f"model={named}"]) == 2
+        assert f"checkpoint {named}: no such folder" in capsys.readouterr().err
+    assert cli.main(["check", recipe, "stages=[eval]", "eval.suites=[math500]", "eval.models=[runs/x/later]"]) == 0
+    assert "checkpoint runs/x/later: no such folder" in capsys.readouterr().out, "another run may make it"
+    backend = "eval.backend={kind: openai, base_url: 'http://localhost:1/v1'}"
+    assert cli.main(["check", recipe, "stages=[eval]", "eval.suites=[math500]", "model=a/b/c", backend]) == 0, "a server's name"
+
+
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "/dev/null"])
 def test_paths_that_cannot_be_recipes(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", path]) == 2

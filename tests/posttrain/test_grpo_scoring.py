@@ -118,7 +118,7 @@ def test_truncated_completions(mode, masked, rewards):
 
 def test_collate_by_hand():
     scored = score()
-    batch = collate(scored.groups, pad_token_id=0, masked=scored.masked, replay_router=True)
+    batch = collate(scored.groups, pad_token_id=0, masked=scored.masked, version=7, replay_router=True)
     assert batch["prompt_ids"][[0, 4]].tolist() == [[1, 2], [0, 3]] and batch["prompt_mask"][[0, 4]].tolist() == [[1, 1], [0, 1]]
     assert batch["completion_ids"][:3].tolist() == [[5, 2, 0], [3, 0, 0], [4, 4, 2]]
     assert batch["completion_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]] + [[0, 0, 0]] * 4
@@ -127,7 +127,13 @@ def test_collate_by_hand():
     assert len(batch["router_indices"]) == 8 and next(iter(batch)) == "prompt_ids"
     with pytest.raises(ValueError, match="no router choices"):
         bare = [[Completion(**{**vars(c), "router_indices": None}) for c in group] for group in COMPLETIONS]
-        collate(scorer().score(ROWS, bare, gather=lambda x: x).groups, pad_token_id=0, masked=scored.masked, replay_router=True)
+        collate(
+            scorer().score(ROWS, bare, gather=lambda x: x).groups,
+            pad_token_id=0,
+            masked=scored.masked,
+            version=7,
+            replay_router=True,
+        )
 
 
 def test_rollout_table(tmp_path: Path):
@@ -142,6 +148,6 @@ def test_rollout_table(tmp_path: Path):
 
 def test_mismatch_by_hand():
     trainer, generator = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
-    absolute, k3, count = mismatch_sums(trainer, generator, torch.tensor([[1, 1, 0]])).tolist()
+    absolute, k3, count = mismatch_sums(trainer, generator, torch.tensor([[1, 1, 0]])).tolist()[0]
     assert (absolute, count) == (0.5, 2)
     assert k3 == pytest.approx(math.exp(0.5) - 1 - 0.5)

@@ -256,8 +256,7 @@ def split_recipe(**sections):
             {"grpo": {"steps_per_generation": 1, "gradient_accumulation_steps": 2}},
             "a batch is 1 micro-steps and .* is 2",
         ),
-        ({"deepspeed": {"stage": 3}}, "whole weights, which deepspeed.stage 3 shards"),
-        ({"ray": {"num_cpus": 2}, "grpo": {"generators": 2}}, "ray.num_cpus: 2, but the learner and 2 generators hold 3"),
+        ({"ray": {"num_cpus": 2}, "grpo": {"generators": 2}}, "ray.num_cpus: 2, but 1 learners and 2 generators hold 3"),
     ],
 )
 def test_recipes_that_cannot_be_split(sections, message) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from posttrain.grpo.split.weights import (
-    KEPT,
-    Manifest,
-    WeightBoard,
+from posttrain.grpo.split.transfer.buckets import (
+    CHAIN,
+    PIECE,
     WeightError,
     check_names,
-    fill_bucket,
+    checksum,
+    fill,
     plan_buckets,
     read_bucket,
 )
+from posttrain.grpo.split.weights import KEPT, Manifest, WeightBoard
 
 
 def some() -> dict[str, torch.Tensor]:
@@ -33,17 +36,19 @@ def some() -> dict[str, torch.Tensor]:
 def test_what_is_read_is_what_was_written(bucket_bytes: int) -> None:
     given = some()
     entries, sizes = plan_buckets(given, bucket_bytes)
-    buckets = [fill_bucket([e for e in entries if e.bucket == number], given, size) for number, size in enumerate(sizes)]
     read = {}
-    for number, bucket in enumerate(buckets):
-        read |= read_bucket([e for e in entries if e.bucket == number], torch.from_numpy(bucket))
+    for number, size in enumerate(sizes):
+        bucket = torch.full((size,), 255, dtype=torch.uint8)
+        mine = [entry for entry in entries if entry.bucket == number]
+        fill(mine, given, bucket)
+        read |= read_bucket(mine, bucket)
     assert read.keys() == given.keys()
     for name, tensor in given.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
 
 
 def test_buckets_by_hand() -> None:
-    """48 bytes, 6, 8, 0 and 48; `head` is `embed` again. Places are multiples of 16."""
+    """48 bytes, 6, 8, 0 and 48; `head` is `embed` again. Places and sizes are multiples of 16."""
     entries, sizes = plan_buckets(some(), 80)
     assert [(e.name, e.bucket, e.offset, e.nbytes) for e in entries] == [
         ("embed", 0, 0, 48),
@@ -54,6 +59,37 @@ def test_buckets_by_hand() -> None:
         ("head", 0, 0, 48),
     ]
     assert sizes == [80, 48]
+
+
+def shard(number: int, shape: tuple[int, ...]) -> Any:
+    """As ZeRO-3 leaves a parameter: empty, its number and its whole shape beside it."""
+    made: Any = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    made.ds_id, made.ds_shape = number, torch.Size(shape)
+    return made
+
+
+def test_shards_count_with_their_whole_size_and_are_not_taken_for_one_another() -> None:
+    tied = shard(7, (4, 4))
+    entries, sizes = plan_buckets({"a": shard(3, (4, 4)), "b": shard(4, (4, 4)), "c": tied, "d": tied}, 128)
+    assert [(e.name, e.bucket, e.offset, e.nbytes) for e in entries] == [
+        ("a", 0, 0, 64),
+        ("b", 0, 64, 64),
+        ("c", 1, 0, 64),
+        ("d", 1, 0, 64),
+    ]
+    assert sizes == [128, 64]
+
+
+def test_the_checksum_by_hand_and_what_it_notices() -> None:
+    words = torch.tensor([5, -3, 2**62, 9])
+    value = int(checksum(words.view(torch.uint8)))
+    assert value % 2**64 == (1 * 5 + 3 * -3 + 5 * 2**62 + 7 * 9) % 2**64
+    swapped = torch.tensor([-3, 5, 2**62, 9])
+    bit = words.clone().view(torch.uint8)
+    bit[20] ^= 128
+    assert value != int(checksum(swapped.view(torch.uint8))) and value != int(checksum(bit))
+    long = torch.ones(PIECE + 2, dtype=torch.int64)
+    assert int(checksum(long.view(torch.uint8))) % 2**64 == (PIECE**2 * CHAIN + 1 + 3) % 2**64
 
 
 def test_every_name_must_arrive_in_its_shape() -> None:

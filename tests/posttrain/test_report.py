@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.errors import RunFolderError
 from posttrain.grpo.rollouts import write_rollouts
-from posttrain.report import write_report
+from posttrain.report import watch_report, write_report
 from posttrain.run_folder import RunFolder
 
 EVIL = "</script><script>alert(1)</script>"
@@ -66,13 +66,14 @@ def test_report_holds_curves_and_samples(tmp_path):
 
 def test_every_curve_is_a_metric_that_its_stage_writes():
     from posttrain.grpo.callbacks import METRIC_NAMES as GRPO
-    from posttrain.report.collect import CURVES
+    from posttrain.report.collect import CURVES, PICTURES
     from posttrain.sft.trainer import METRIC_NAMES as SFT
 
     # The rest of GRPO's keep the names under which TRL and the scorer log them.
-    same = {"reward", "accuracy", "entropy", "kl", "loss", "grad_norm"}
+    same = {"reward", "accuracy", "pass_rate", "entropy", "kl", "loss", "grad_norm", "tokens_per_second"}
     known = {"sft": set(SFT.values()), "grpo": set(GRPO.values()) | same}
     assert [(stage, metric) for stage, metric, _ in CURVES if metric not in known[stage]] == []
+    assert [name for stage, _, _, names in PICTURES for name in names if name not in known[stage]] == []
 
 
 def test_completions_cannot_script_the_page(tmp_path):
@@ -107,3 +108,43 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     with (tmp_path / "eval/base/toy/samples.jsonl").open("a") as file:
         file.write('{"problem_id": "p2", "pro')
     assert [sample["id"] for sample in embedded(write_report(tmp_path).read_text())["eval_samples"]] == ["p1"]
+
+
+def test_lines_that_belong_together_share_a_picture(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in range(3):
+        shares = {f"staleness/age_{age}": age / 10 for age in (0, 2, 10)}
+        run.append_metrics("grpo", step, {**shares, "time_wait": 1.0, "time_update": 2.0 + step, "tokens_per_second": 5.0})
+    pictures = {curve["title"]: curve["series"] for curve in embedded(write_report(tmp_path).read_text())["curves"]}
+    ages = pictures["Age of tokens in versions (share)"]
+    assert [line["name"] for line in ages] == ["0", "2", "10"], "by age, not by letter"
+    assert ages[2]["points"] == [[0, 1.0], [1, 1.0], [2, 1.0]]
+    assert [line["name"] for line in pictures["Seconds of a step"]] == ["wait", "update"]
+    assert [line["name"] for line in pictures["Tokens a second"]] == ["tokens_per_second"]
+
+
+def test_watching_follows_a_run_to_its_end(tmp_path, capsys):
+    from tests.sft_runs import recipe
+
+    made = recipe(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="no run folder"):
+        watch_report(made, 5.0)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir(exist_ok=True)
+    (run.path / "config.yaml").write_text("name: x")
+    seen = []
+
+    def sleep(seconds):
+        """The run writes on, and is finished after the second look."""
+        page = embedded((run.path / "report.html").read_text())
+        seen.append((seconds, page["refresh_s"], len(page["curves"])))
+        for step in range(2):
+            run.append_metrics("grpo", 2 * len(seen) + step, {"reward": 1.0})
+        if len(seen) == 2:
+            for stage in made.stages:
+                run.mark_done(stage)
+
+    path = watch_report(made, 5.0, sleep=sleep)
+    assert seen == [(5.0, 5.0, 0), (5.0, 5.0, 1)]
+    assert embedded(path.read_text())["refresh_s"] is None, "the last page looks for no other"
+    assert "written anew every 5 s" in capsys.readouterr().out

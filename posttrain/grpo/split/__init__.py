@@ -10,14 +10,17 @@
 
 groups.py     a group with its scores, and as one line of text
 journal.py    segments of such lines, one a batch
+partial.py    tokens of unfinished groups, in case their generator dies
 buffer.py     ExperienceBuffer: who makes which slot, what is admitted, what the learner gets
+deal.py       a batch dealt to the ranks of a learner
 weights.py    WeightSender, WeightReceiver: a state dict through Ray's object store
 plan.py       slot -> prompt and request
 generator.py  GeneratorActor and RewardActor
 experience.py the learner's side: publishes, leases, acknowledges, replaces dead generators
 stage.py      from a recipe to all that; the learner's callback
 
-Slot s is group s mod P of generation batch s div P (P groups a batch), whatever machine makes it and whenever. Version n is the
+Slot s is candidate s mod W of generation batch s div W, whatever machine makes it and whenever: P groups a batch, and W - P extra
+ones that may take the place of flat ones (`posttrain.grpo.dynamic`). Version n is the
 policy that has trained batches 0..n-1, so batch b is always trained at version b.
 
 The deal:
@@ -30,6 +33,7 @@ The deal:
   the very same groups: the steps it had taken since then died with it. What a checkpoint contains is never handed out again.
 - Deaths (`kill -9` included): of a generator, its slots go to the others and a new one starts; of the buffer, the board or the
   reward actor, Ray restarts it and repeats its callers' messages, which all of them bear; of the learner or the driver, all ends,
-  and resuming finds each admitted group in the journal. A generation that was not finished is begun again from its prompt.
+  and resuming finds each admitted group in the journal. Unfinished groups of a dead generator are continued by another one from
+  the tokens that the buffer has of them; where generator and buffer die together they begin again from their prompts.
 - Waits: every one has a deadline, and its message says which slots are missing, who holds them and since when.
 """

@@ -10,16 +10,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import PosttrainError
-from posttrain.grpo.split.groups import RatedGroup
+from posttrain.grpo.dynamic import Choice, choose, extras_due
+from posttrain.grpo.split.groups import RatedGroup, bare
 from posttrain.grpo.split.journal import LOCK_SECONDS, Journal
+from posttrain.grpo.split.partial import Kept, Note, Partial
 
 logger = logging.getLogger(__name__)
-Verdict = Literal["admitted", "duplicate", "stale", "trained"]
+Verdict = Literal["admitted", "duplicate", "stale", "spare", "trained"]
 
 
 class BufferError(PosttrainError):
@@ -31,9 +33,12 @@ class BufferError(PosttrainError):
 @dataclass(frozen=True, kw_only=True)
 class Orders:
     """What a generator is told: `take` these slots, `drop` those of its own (others made them), the newest `version` there is
-    (-1: none yet), and whether to `stop`."""
+    (-1: none yet), and whether to `stop`. `prompts`: of slots to be taken, where the learner chooses them; `partials`: what
+    others have done of such slots, before they died."""
 
     take: tuple[int, ...] = ()
+    prompts: dict[int, int] = field(default_factory=dict)
+    partials: dict[int, Partial] = field(default_factory=dict)
     drop: tuple[int, ...] = ()
     version: int = -1
     stop: bool = False
@@ -42,11 +47,35 @@ class Orders:
 @dataclass(frozen=True, kw_only=True)
 class Lease:
     """A batch for the learner: `groups` in slot order, or empty while some are missing; `ready` of them are there, and `late`
-    says who holds the others."""
+    says who holds the others.
+
+    passed_over: groups that were made for the batch and are not in it, without router choices; flat ones, and extra ones that
+    were made ahead and not needed. short: flat groups that are in it, for want of better ones.
+    """
 
     groups: tuple[RatedGroup, ...] = ()
+    passed_over: tuple[RatedGroup, ...] = ()
+    short: int = 0
     ready: int = 0
     late: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a generator has done since it began: `tokens` sampled; seconds `busy` in its engine, of those that it had (`elapsed`);
+    `groups` scored, which took `scoring` seconds from their last token on, all added up."""
+
+    tokens: int = 0
+    busy: float = 0.0
+    elapsed: float = 0.0
+    groups: int = 0
+    scoring: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(**{name: getattr(self, name) + getattr(other, name) for name in vars(self)})
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(**{name: getattr(self, name) - getattr(other, name) for name in vars(self)})
 
 
 @dataclass(kw_only=True)
@@ -61,7 +90,10 @@ class ExperienceBuffer:
     Args:
         folder: of the journal; groups that are in it are taken up.
         groups_per_batch, num_batches: of the run.
+        extra_groups: that may be made for a batch in place of flat ones (see `posttrain.grpo.dynamic`), `ahead` of them before
+            it is known whether they are needed. A batch has as many slots as it may have groups.
         max_staleness: versions that a token may be older than the one that its batch is trained at; 0 is strictly on-policy.
+        chosen: whether the learner chooses the prompts as it goes (see `advance`): no slot is given out before.
         now: a clock in seconds.
         patience_s: how long to wait for a predecessor to let go of the journal.
 
@@ -76,6 +108,9 @@ class ExperienceBuffer:
         groups_per_batch: int,
         num_batches: int,
         max_staleness: int,
+        extra_groups: int = 0,
+        ahead: int = 0,
+        chosen: bool = False,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = LOCK_SECONDS,
     ) -> None:
@@ -83,16 +118,21 @@ class ExperienceBuffer:
             ("groups_per_batch", groups_per_batch, 1),
             ("num_batches", num_batches, 1),
             ("max_staleness", max_staleness, 0),
+            ("extra_groups", extra_groups, 0),
         ):
             if given < least:
                 raise ValueError(f"{name}={given}, but it must be at least {least}")
         self._groups_per_batch, self._num_batches, self._max_staleness = groups_per_batch, num_batches, max_staleness
+        self._slots_per_batch, self._extras, self._ahead = groups_per_batch + extra_groups, extra_groups, ahead
+        self._chosen, self._prompts = chosen, dict[int, list[int]]()
         self._now = now
         self._journal = Journal(Path(folder), patience_s=patience_s)
         self._ready: dict[int, RatedGroup] = {}
         self._taken: dict[int, tuple[str, float]] = {}
+        self._partials: dict[int, Partial] = {}
         self._generators: dict[str, _Generator] = {}
         self._retired: set[str] = set()
+        self._work: dict[str, Work] = {}
         self._counters: Counter[str] = Counter()
         self._version = -1
         note = self._journal.last_note()
@@ -103,14 +143,17 @@ class ExperienceBuffer:
 
     # -- the generators' side -----------------------------------------------------------------------------------------
 
-    def sync(self, generator: str, *, version: int, holding: list[int], want: int) -> Orders:
+    def sync(self, generator: str, *, version: int, holding: list[int], want: int, work: Work | None = None) -> Orders:
         """A generator says what it has, and is told what to do; it does so every few moments.
 
         Args:
             version: of its weights. A slot is given only where its batch may be trained with tokens of that version.
             holding: slots that it is making. What the buffer gave it and is not among them goes back (the answer was lost).
             want: slots that it has room for.
+            work: what it has done so far.
         """
+        if work is not None:
+            self._work[generator] = work
         if generator in self._retired:
             return Orders(stop=True)
         self._generators[generator] = _Generator(version=version, heard=self._now())
@@ -120,20 +163,36 @@ class ExperienceBuffer:
         drop = []
         for slot in holding:
             other = self._taken.setdefault(slot, (generator, self._now()))[0]
-            if self._is_past(slot) or slot in self._ready or other != generator:
+            if self._is_past(slot) or slot in self._ready or other != generator or self._is_complete(self._batch(slot)):
                 drop.append(slot)
                 if other == generator:
                     del self._taken[slot]
         take = tuple(slot for slot, _ in zip(self._waiting(version), range(want), strict=False)) if want > 0 else ()
         for slot in take:
             self._taken[slot] = (generator, self._now())
-        return Orders(take=take, drop=tuple(drop), version=self._version)
+        partials = {slot: partial for slot in take if (partial := self._usable_partial(slot)) is not None}
+        self._counters["continued"] += len(partials)
+        prompts = {slot: self._prompts[self._batch(slot)][slot % self._slots_per_batch] for slot in take if self._chosen}
+        return Orders(take=take, prompts=prompts, partials=partials, drop=tuple(drop), version=self._version)
+
+    def keep(self, generator: str, notes: dict[int, Note]) -> dict[int, Kept]:
+        """Remember what a generator has done of the slots that it is making: whoever gets one after its death goes on there.
+
+        In memory alone: a group that is not finished begins anew where generator and buffer die together.
+
+        Returns:
+            what is remembered of each, of which nothing needs to be said again.
+        """
+        mine = {slot: note for slot, note in notes.items() if self._taken.get(slot, ("", 0.0))[0] == generator}
+        for slot, note in mine.items():
+            self._partials.setdefault(slot, Partial()).add(note)
+        return {slot: self._partials[slot].kept for slot in mine}
 
     def put(self, group: RatedGroup) -> Verdict:
         """Admit a group whole, or say why not. It is in the journal when this returns "admitted".
 
         "duplicate": another generator, or this message before, made it. "stale": a token is older than allowed; the slot will be
-        made again. "trained": its batch has been acknowledged.
+        made again. "spare": its batch is complete without it. "trained": its batch has been acknowledged.
 
         Raises:
             RunFolderError: the disk is full.
@@ -141,7 +200,7 @@ class ExperienceBuffer:
         """
         slot, batch = group.slot, self._batch(group.slot)
         if not 0 <= batch < self._num_batches:
-            raise BufferError(f"slot {slot} does not exist: the run has {self._num_batches * self._groups_per_batch}")
+            raise BufferError(f"slot {slot} does not exist: the run has {self._num_batches * self._slots_per_batch}")
         verdict: Verdict = "admitted"
         if self._is_past(slot):
             verdict = "trained"
@@ -149,11 +208,14 @@ class ExperienceBuffer:
             verdict = "duplicate"
         elif batch - group.oldest > self._max_staleness:
             verdict = "stale"
+        elif self._is_complete(batch):
+            verdict = "spare"
         else:
             self._journal.add(batch, group)
             self._ready[slot] = group
-        if verdict in ("admitted", "trained") or self._taken.get(slot, ("", 0.0))[0] == group.generator:
+        if verdict in ("admitted", "spare", "trained") or self._taken.get(slot, ("", 0.0))[0] == group.generator:
             self._taken.pop(slot, None)
+        self._partials.pop(slot, None)
         self._counters[verdict] += 1
         return verdict
 
@@ -195,10 +257,11 @@ class ExperienceBuffer:
         self._taken = {slot: taken for slot, taken in self._taken.items() if not self._is_past(slot)}
         self._load()
 
-    def advance(self, learner: str, version: int) -> None:
-        """The weights of `version` can be fetched from now on."""
+    def advance(self, learner: str, version: int, prompts: dict[int, list[int]] | None = None) -> None:
+        """The weights of `version` can be fetched from now on. `prompts`: of all slots of some batches, where they are chosen."""
         self._check_learner(learner)
         self._version = version
+        self._prompts = {batch: chosen for batch, chosen in {**self._prompts, **(prompts or {})}.items() if batch >= version}
 
     def lease(self, learner: str, batch: int) -> Lease:
         """The groups of a batch, once all are there; the same again until it is acknowledged.
@@ -211,23 +274,30 @@ class ExperienceBuffer:
             raise BufferError(
                 f"batch {batch} was asked for, but {self._position} is next (of {self._num_batches}); each is trained once"
             )
-        slots = self._slots(batch)
-        missing = [slot for slot in slots if slot not in self._ready]
-        if missing:
-            return Lease(ready=len(slots) - len(missing), late=tuple(self._late(slot) for slot in missing))
-        return Lease(groups=tuple(self._ready[slot] for slot in slots), ready=len(slots))
+        slots, choice = self._slots(batch), self._choice(batch)
+        if choice.missing:
+            late = tuple(self._late(slots[candidate]) for candidate in choice.missing)
+            return Lease(ready=self._groups_per_batch - len(late), late=late)
+        taken = {slots[candidate] for candidate in choice.take}
+        return Lease(
+            groups=tuple(self._ready[slot] for slot in sorted(taken)),
+            passed_over=tuple(bare(self._ready[slot]) for slot in slots if slot in self._ready and slot not in taken),
+            short=choice.short,
+            ready=len(taken),
+        )
 
     def ack(self, learner: str, batch: int) -> None:
         """The optimiser has stepped on a batch: no living learner gets it again."""
         self._check_learner(learner)
         if batch == self._position - 1:  # this message, repeated
             return
-        if batch != self._position or any(slot not in self._ready for slot in self._slots(batch)):
+        if batch != self._position or not self._is_complete(batch):
             raise BufferError(f"batch {batch} was acknowledged, but {self._position} is next, and it must have been leased")
         self._journal.note(learner=learner, position=batch + 1)
         self._position = batch + 1
         for slot in self._slots(batch):
-            del self._ready[slot]
+            self._ready.pop(slot, None)
+            self._partials.pop(slot, None)
         self._counters["trained_batches"] += 1
 
     def commit(self, learner: str, position: int) -> None:
@@ -238,9 +308,13 @@ class ExperienceBuffer:
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Since this process began: groups admitted, duplicate, stale, trained (came too late), given_back, recovered; batches
-        trained_batches, replayed."""
+        """Since this process began: groups admitted, duplicate, stale, spare, trained (came too late), given_back, recovered,
+        continued (by another generator than the one that began them); batches trained_batches, replayed."""
         return dict(self._counters)
+
+    def work(self) -> Work:
+        """Of all generators, dead ones among them, that this process has heard of."""
+        return sum(self._work.values(), Work())
 
     def state(self) -> dict[str, int]:
         """position: the next batch; ready, taken: slots; version: the newest."""
@@ -265,10 +339,19 @@ class ExperienceBuffer:
                     self._ready[slot] = group
 
     def _batch(self, slot: int) -> int:
-        return slot // self._groups_per_batch
+        return slot // self._slots_per_batch
 
     def _slots(self, batch: int) -> range:
-        return range(batch * self._groups_per_batch, (batch + 1) * self._groups_per_batch)
+        return range(batch * self._slots_per_batch, (batch + 1) * self._slots_per_batch)
+
+    def _choice(self, batch: int) -> Choice:
+        groups = [self._ready.get(slot) for slot in self._slots(batch)]
+        return choose(
+            [None if group is None else self._extras == 0 or not group.flat for group in groups], self._groups_per_batch
+        )
+
+    def _is_complete(self, batch: int) -> bool:
+        return not self._choice(batch).missing
 
     def _is_past(self, slot: int) -> bool:
         return self._batch(slot) < self._position
@@ -278,9 +361,24 @@ class ExperienceBuffer:
         if version < 0:
             return
         last = min(version + self._max_staleness, self._num_batches - 1)
-        for slot in range(self._position * self._groups_per_batch, (last + 1) * self._groups_per_batch):
-            if slot not in self._ready and slot not in self._taken:
-                yield slot
+        for batch in range(self._position, last + 1):
+            if self._is_complete(batch) or (self._chosen and batch not in self._prompts):
+                continue
+            slots = self._slots(batch)
+            flat = sum(self._ready[slot].flat for slot in slots if slot in self._ready)
+            for slot in slots[: self._groups_per_batch + extras_due(flat, self._extras, self._ahead)]:
+                if slot not in self._ready and slot not in self._taken:
+                    yield slot
+
+    def _usable_partial(self, slot: int) -> Partial | None:
+        """What was done of a slot, where its tokens are young enough for its batch."""
+        partial = self._partials.get(slot)
+        if partial is None or partial.oldest is None:
+            return None
+        if self._batch(slot) - partial.oldest > self._max_staleness:
+            del self._partials[slot]
+            return None
+        return partial
 
     def _check_learner(self, learner: str) -> None:
         if learner != self._learner:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from posttrain.errors import PosttrainError
 from posttrain.grpo.scoring import Scorer
-from posttrain.grpo.split.buffer import ExperienceBuffer, Lease
+from posttrain.grpo.source import Collected
+from posttrain.grpo.split.buffer import ExperienceBuffer, Lease, Work
 from posttrain.grpo.split.generator import GeneratorActor, RewardActor, Workbench
 from posttrain.grpo.split.groups import RatedGroup, ratings_of
 from posttrain.grpo.split.plan import Plan
-from posttrain.grpo.split.weights import ObjectStoreSender, WeightBoard
-from posttrain.types import Completion, Ratings
+from posttrain.grpo.split.weights import WeightBoard, WeightSender, open_sender
+from posttrain.types import Ratings
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class SplitSettings:
 
     Attributes:
         generators: actors, each holding `num_cpus` and `num_gpus`.
-        max_staleness: see `ExperienceBuffer`.
+        max_staleness, ahead: see `ExperienceBuffer`.
         max_failures: generators that may die and be replaced.
         limit_s: longest time without any group of the batch that the learner waits for, and for any single answer.
         start_limit_s: longest time without any generator placed.
@@ -50,27 +52,12 @@ class SplitSettings:
 
     generators: int
     max_staleness: int
+    ahead: int = 0
     num_cpus: float = 1
     num_gpus: float = 0
     max_failures: int = 3
     limit_s: float = 1800.0
     start_limit_s: float = 900.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """A batch of the learner's: completions [P][G] and their ratings, in the order of its prompts.
-
-    Attributes:
-        stale: whether any token is of an older version than the learner's.
-        metrics: of staleness and of the buffer; seconds: `sync` (weights published) and `wait`.
-    """
-
-    completions: list[list[Completion]]
-    ratings: Ratings
-    stale: bool
-    metrics: dict[str, float]
-    seconds: dict[str, float]
 
 
 class SplitExperience:
@@ -80,6 +67,7 @@ class SplitExperience:
         plan: of the run.
         folder: of the buffer's journal.
         open_workbench, open_scorer: run in the actors' processes; pickled.
+        open_sender: board -> the learner's side of the weights' transfer.
         progress: called while the learner waits with (completions ready, completions in all, 0); may raise to end the wait.
     """
 
@@ -91,38 +79,54 @@ class SplitExperience:
         open_workbench: Callable[[str], Workbench],
         open_scorer: Callable[[], Scorer],
         settings: SplitSettings,
+        open_sender: Callable[[Any], WeightSender] = open_sender,
         progress: OnProgress = lambda done, total, tokens: None,
     ) -> None:
         self._plan, self._folder, self._settings, self.progress = plan, folder, settings, progress
-        self._open_workbench, self._open_scorer = open_workbench, open_scorer
+        self._open_workbench, self._open_scorer, self._open_sender = open_workbench, open_scorer, open_sender
         self._learner = f"learner-{uuid.uuid4().hex[:8]}"
         self._actors: list[Any] = []
         self._pool: GeneratorPool | None = None
+        self._work, self._worked_at = Work(), time.monotonic()
+        self._prompts: dict[int, list[int]] | None = None
         self.buffer: Any = None
 
-    def collect(self, rows: Sequence[dict[str, Any]], batch: int, named_tensors: Mapping[str, Tensor]) -> Collected:
+    def collect(
+        self,
+        rows: Sequence[dict[str, Any]],
+        batch: int,
+        named_tensors: Mapping[str, Tensor],
+        prompts: dict[int, list[int]] | None = None,
+    ) -> Collected:
         """The groups of generation batch `batch`, whose prompts the learner expects to be `rows` [P].
 
         Args:
+            prompts: where the learner chooses them, those of all slots of this batch and of those that may be made ahead.
             named_tensors: the learner's weights as they are now, trained on batches 0..batch-1: published as version `batch`.
 
         Raises:
             SplitError: generators keep dying, cannot be placed, or groups are late.
             PosttrainError: what an actor raised, as it raised it.
         """
+        self._prompts = prompts
         self._start(batch)
         begun = time.monotonic()
         self._sender.publish(batch, named_tensors)
-        self._ask(self.buffer.advance.remote(self._learner, batch), f"taken note of version {batch}")
+        self._advance(batch)
         published = time.monotonic()
-        groups = self._wait(batch)
-        self._check_prompts(rows, groups)
+        lease = self._wait(batch)
+        groups = lease.groups
+        self._check_prompts(batch, rows, [*groups, *lease.passed_over])
         ages = [batch - version for group in groups for completion in group.completions for version in completion.versions]
         return Collected(
+            rows=[self._row(group.slot) for group in groups],
             completions=[list(group.completions) for group in groups],
             ratings=ratings_of(groups),
+            passed_over=self._passed_over(lease),
+            short=lease.short,
+            version=batch,
             stale=max(ages) > 0,
-            metrics={"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages)), **self._counters()},
+            metrics={**self._staleness(ages), **self._counters(), **self._generation(), **self._sender.metrics()},
             seconds={"sync": published - begun, "wait": time.monotonic() - published},
         )
 
@@ -161,11 +165,14 @@ class SplitExperience:
             groups_per_batch=self._plan.groups_per_batch,
             num_batches=self._plan.num_batches,
             max_staleness=self._settings.max_staleness,
+            extra_groups=self._plan.extra_groups,
+            ahead=self._settings.ahead,
+            chosen=self._prompts is not None,
         )
         board: Any = ray.remote(**lasting)(WeightBoard).remote()  # pyright: ignore
         rewards: Any = ray.remote(**lasting)(RewardActor).remote(self._open_scorer, os.getcwd())  # pyright: ignore
         self._actors = [self.buffer, board, rewards]
-        self._sender = ObjectStoreSender(board)
+        self._sender: WeightSender = self._open_sender(board)
         self._ask(self.buffer.attach.remote(self._learner, position), "come up")
         plan = ray.put(self._plan)
 
@@ -185,24 +192,37 @@ class SplitExperience:
         self._pool = GeneratorPool(make, self._retire, self._settings)
 
     def _retire(self, name: str) -> None:
+        self._sender.forget(name)
         lost = self._ask(self.buffer.retire.remote(name), f"taken the slots of {name} back")
         logger.warning("%d slots of %s go to the others", len(lost), name)
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, batch: int) -> tuple[RatedGroup, ...]:
+    def _advance(self, batch: int) -> None:
+        self._ask(self.buffer.advance.remote(self._learner, batch, self._prompts), f"taken note of version {batch}")
+
+    def _row(self, slot: int) -> dict[str, Any]:
+        """The prompt of a slot of the batch at hand."""
+        if self._prompts is None:
+            return self._plan.row(slot)
+        batch, candidate = self._plan.place(slot)
+        return self._plan.prompts[self._prompts[batch][candidate]]
+
+    def _wait(self, batch: int) -> Lease:
         assert self._pool is not None
         size = self._plan.groups_per_batch
         since, ready = time.monotonic(), -1
         while True:
             lease: Lease = self._ask(self.buffer.lease.remote(self._learner, batch), f"answered about batch {batch}")
             if lease.groups:
-                return lease.groups
+                return lease
             self._pool.check()
             self.progress(lease.ready * self._plan.num_generations, size * self._plan.num_generations, 0)
             if lease.ready != ready:
                 since, ready = time.monotonic(), lease.ready
             self._sender.ensure()
+            if self._prompts is not None:
+                self._advance(batch)  # a buffer that was restarted knows of no choice
             if time.monotonic() - since > self._settings.limit_s:
                 raise SplitError(
                     f"batch {batch}: no group has come for {self._settings.limit_s:.0f} s, and {len(lease.late)} of {size} are "
@@ -211,18 +231,43 @@ class SplitExperience:
                 )
             time.sleep(POLL_S)
 
-    def _check_prompts(self, rows: Sequence[dict[str, Any]], groups: Sequence[RatedGroup]) -> None:
-        wanted, given = [row["prompt_index"] for row in rows], [group.prompt_index for group in groups]
-        if wanted != given:
-            raise SplitError(
-                f"the buffer's groups are of prompts {given[:8]}, but the data order has {wanted[:8]}: {self._folder} was "
-                "written by a run of another recipe or another data set; delete that folder to generate them anew"
-            )
+    def _check_prompts(self, batch: int, rows: Sequence[dict[str, Any]], groups: Sequence[RatedGroup]) -> None:
+        first = batch * (self._plan.groups_per_batch + self._plan.extra_groups)
+        wanted = {first + place: row["prompt_index"] for place, row in enumerate(rows)}
+        for group in groups:
+            expected = wanted.get(group.slot, self._row(group.slot)["prompt_index"])
+            if group.prompt_index != expected:
+                raise SplitError(
+                    f"the buffer's group of slot {group.slot} is of prompt {group.prompt_index}, but the data order has "
+                    f"{expected}: {self._folder} was written by a run of another recipe or another data set; delete that folder "
+                    "to generate them anew"
+                )
+
+    def _passed_over(self, lease: Lease) -> tuple[list[dict[str, Any]], Ratings] | None:
+        groups = lease.passed_over
+        return ([self._row(group.slot) for group in groups], ratings_of(groups)) if groups else None
 
     def _counters(self) -> dict[str, float]:
         counters = self._ask(self.buffer.counters.remote(), "given its counters")
         names = {"stale": "stale_groups", "duplicate": "duplicate_groups", "given_back": "groups_given_back"}
         return {f"buffer/{name}": float(counters.get(key, 0)) for key, name in names.items()}
+
+    def _staleness(self, ages: Sequence[int]) -> dict[str, float]:
+        """Mean, maximum and histogram of the tokens' ages in versions."""
+        counts = Counter(ages)
+        shares = {f"staleness/age_{age}": counts[age] / len(ages) for age in range(self._settings.max_staleness + 1)}
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages)), **shares}
+
+    def _generation(self) -> dict[str, float]:
+        """What the generators did since the last batch: tokens a second of all together, the share of their time that their
+        engines were busy, seconds that a group waited for its score."""
+        work, now = self._ask(self.buffer.work.remote(), "said what the generators did"), time.monotonic()
+        done, seconds = work - self._work, now - self._worked_at
+        self._work, self._worked_at = work, now
+        if done.elapsed <= 0 or seconds <= 0:  # the buffer was restarted, and has forgotten what it knew
+            return {}
+        metrics = {"generator/tokens_per_second": done.tokens / seconds, "generator/busy": done.busy / done.elapsed}
+        return metrics | ({"generator/time_reward": done.scoring / done.groups} if done.groups else {})
 
     def _ask(self, reference: Any, what: str) -> Any:
         """An answer of the buffer; see `answer`."""

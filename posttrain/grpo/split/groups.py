@@ -10,7 +10,7 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class RatedGroup:
         prompt_index: of the prompt in the data set.
         totals: [G] weighted sums of the rewards, None where not judged; penalties and advantages are the learner's.
         parts: name of each reward function -> [G].
+        flat: whether it teaches nothing (see `Ratings`).
         timeouts: verifications that were killed.
         generator: who made it.
     """
@@ -39,6 +40,7 @@ class RatedGroup:
     completions: tuple[Completion, ...]
     totals: tuple[float | None, ...]
     parts: dict[str, tuple[float | None, ...]]
+    flat: bool = False
     timeouts: int = 0
     generator: str = ""
 
@@ -58,8 +60,14 @@ def ratings_of(groups: Sequence[RatedGroup]) -> Ratings:
     return Ratings(
         totals=[list(group.totals) for group in groups],
         parts={name: [list(group.parts[name]) for group in groups] for name in groups[0].parts},
+        flat=[group.flat for group in groups],
         timeouts=sum(group.timeouts for group in groups),
     )
+
+
+def bare(group: RatedGroup) -> RatedGroup:
+    """The group without the router's choices, which are most of its bytes."""
+    return replace(group, completions=tuple(replace(completion, router_indices=None) for completion in group.completions))
 
 
 def to_line(group: RatedGroup) -> bytes:
@@ -69,6 +77,7 @@ def to_line(group: RatedGroup) -> bytes:
         "prompt_index": group.prompt_index,
         "totals": group.totals,
         "parts": group.parts,
+        "flat": group.flat,
         "timeouts": group.timeouts,
         "generator": group.generator,
         "prompt_ids": _pack(group.completions[0].prompt_ids, "<i4"),
@@ -89,6 +98,7 @@ def from_fields(fields: dict[str, Any]) -> RatedGroup:
         prompt_index=fields["prompt_index"],
         totals=tuple(fields["totals"]),
         parts={name: tuple(values) for name, values in fields["parts"].items()},
+        flat=fields["flat"],
         timeouts=fields["timeouts"],
         generator=fields["generator"],
         completions=tuple(_completion(given, prompt_ids) for given in fields["completions"]),

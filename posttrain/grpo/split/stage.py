@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import TrainerCallback
 
 from posttrain.config import RayConfig, Recipe, recipe_from_dict
 from posttrain.grpo.scoring import Scorer
+from posttrain.grpo.split.deal import Dealer
 from posttrain.grpo.split.experience import Collected, SplitExperience, SplitSettings
 from posttrain.grpo.split.generator import Workbench
 from posttrain.grpo.split.plan import Plan
-from posttrain.grpo.split.weights import shapes_of
+from posttrain.grpo.split.transfer.buckets import gather, is_sharded, shapes_of
+from posttrain.grpo.split.weights import open_sender
 from posttrain.runtime.session import gpus_per_worker
 from posttrain.runtime.worker import setup
 
@@ -37,7 +42,7 @@ class OpenWorkbench:
     eos_token_ids: tuple[int, ...]
     max_sequences: int
     max_length: int
-    max_prefill_tokens: int
+    engine_options: dict[str, Any]
     router_indices: bool
     threads: int
     seed: int
@@ -61,10 +66,16 @@ class OpenWorkbench:
             tokenizer=tokenizer,
             max_sequences=self.max_sequences,
             max_length=self.max_length,
-            max_prefill_tokens=self.max_prefill_tokens,
+            **self.engine_options,
             return_router_indices=self.router_indices,
         )
-        return Workbench(engine=engine, shapes=shapes_of(model), max_sequences=self.max_sequences)
+        return Workbench(
+            engine=engine,
+            shapes=shapes_of(model),
+            max_sequences=self.max_sequences,
+            device=str(model.device),
+            finish_first=self.engine_options["unfinished"] == "finish",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +95,19 @@ class OpenScorer:
         from posttrain.rewards.registry import build_rewards
 
         tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-        return Scorer(build_rewards(recipe.reward), lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
+        return Scorer(
+            build_rewards(recipe.reward),
+            lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True),
+            # They decide which groups teach nothing.
+            truncated_completions=recipe.grpo.truncated_completions,
+            truncation_penalty=recipe.grpo.truncation_penalty,
+            aggregation=recipe.argument("grpo", "multi_objective_aggregation"),
+        )
 
 
 class SplitSource(TrainerCallback):
-    """A learner's source of batches in split placement, and the callback that acknowledges them.
+    """A learner's source of batches in split placement, and the callback that acknowledges them. Of several ranks the first
+    owns the actors, and deals what they make.
 
     Args:
         checkpoint: that the stage starts from; max_length: tokens of the longest prompt with its completion.
@@ -100,6 +119,7 @@ class SplitSource(TrainerCallback):
         self._max_length, self._router_indices = max_length, router_indices
         self._experience: SplitExperience | None = None
         self._learner: Learner | None = None
+        self._dealer = Dealer(recipe.grpo.batch_timeout_s)
         self.progress: Callable[[], Callable[[int, int, int], None]] = lambda: lambda done, total, tokens: None
 
     def attach(self, learner: Learner) -> None:
@@ -115,27 +135,54 @@ class SplitSource(TrainerCallback):
         return self._experience
 
     def collect(self, rows: list[dict[str, Any]], step: int) -> Collected:
-        """See `SplitExperience.collect`; `step` optimiser steps have been taken."""
-        assert self._learner is not None, "attach() a learner first"
-        experience = self.experience
-        experience.progress = self.progress()
-        model = self._learner.accelerator.unwrap_model(self._learner.model)
-        return experience.collect(rows, self._batches(step), model.state_dict())
+        """This rank's part of a batch, whose prompts are `rows`; `step` optimiser steps have been taken.
+
+        Rank 0 owns the actors: it gathers the prompts of all ranks, waits, and sends everybody the groups.
+        """
+        learner = self._learner
+        assert learner is not None, "attach() a learner first"
+        weights = learner.generator_weights()
+        if learner.accelerator.num_processes == 1:
+            return self._collect(rows, step, weights)
+        everybody: list[dict[str, Any]] = gather_object(rows)
+        if not self._leads and is_sharded(weights):
+            gather(weights, None)
+        return self._dealer.deal(lambda: self._collect(everybody, step, weights))
+
+    def _collect(self, rows: list[dict[str, Any]], step: int, weights: Mapping[str, Tensor]) -> Collected:
+        self.experience.progress = self.progress()
+        batch = self._batches(step)
+        return self.experience.collect(rows, batch, weights, self._chosen_prompts(batch))
+
+    def _chosen_prompts(self, batch: int) -> dict[int, list[int]] | None:
+        """Prompts of all candidates of the batches that generators may work on, where a curriculum chooses them."""
+        learner = self._learner
+        if learner is None or learner.curriculum is None:
+            return None
+        order = learner.curriculum
+        ahead = range(batch, batch + self._recipe.grpo.max_staleness + 1)
+        return {b: [*order.batch(b), *(order.extra(b, place) for place in range(learner.extra_groups))] for b in ahead}
 
     def finish(self) -> None:
         """The final weights are saved: no group is needed again."""
-        self.experience.commit(self._batches(self._learner.state.global_step) if self._learner else 0)
+        if self._leads:
+            self.experience.commit(self._batches(self._learner.state.global_step) if self._learner else 0)
 
     def close(self) -> None:
         if self._experience is not None:
             self._experience.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._learner is not None and self._learner.at_boundary(state.global_step):
+        if self._leads and self._learner is not None and self._learner.at_boundary(state.global_step):
             self.experience.ack(self._batches(state.global_step) - 1)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.experience.commit(self._batches(state.global_step))
+        if self._leads:
+            self.experience.commit(self._batches(state.global_step))
+
+    @property
+    def _leads(self) -> bool:
+        return self._learner is not None and self._learner.accelerator.is_main_process
 
     def _batches(self, step: int) -> int:
         """Generation batches that `step` optimiser steps have used up (a recipe where that is no whole number is refused)."""
@@ -155,7 +202,7 @@ class SplitSource(TrainerCallback):
                 eos_token_ids=tuple(learner.eos_token_ids),
                 max_sequences=recipe.rollout.max_sequences,
                 max_length=self._max_length,
-                max_prefill_tokens=recipe.rollout.max_prefill_tokens,
+                engine_options=recipe.rollout.engine_options(),
                 router_indices=self._router_indices,
                 threads=max(1, int(given.cpus_per_generator)),
                 seed=recipe.seed,
@@ -166,9 +213,11 @@ class SplitSource(TrainerCallback):
                 recipe=recipe.model_dump(mode="json"),
                 log_to=str(self._run_path.absolute()),
             ),
+            open_sender=partial(open_sender, device=learner.accelerator.device, way=given.weights),
             settings=SplitSettings(
                 generators=given.generators,
                 max_staleness=given.max_staleness,
+                ahead=given.extra_groups_ahead,
                 num_cpus=given.cpus_per_generator,
                 num_gpus=gpus_per_worker(RayConfig()) if gpus is None else gpus,
                 max_failures=given.generator_failures,
@@ -190,4 +239,5 @@ def plan_of(learner: Learner) -> Plan:
         num_generations=num_generations,
         sampling=learner.sampling,
         steps_per_batch=int(learner.steps_per_batch),
+        extra_groups=learner.extra_groups,
     )
