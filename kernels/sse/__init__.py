@@ -86,7 +86,9 @@ def sse(
         q2, k2, g2: [T, H, K] of the routed partitions, or [T, R, H, K] with a row a route.
         v: [T, H, V]; v2: values of the routed partitions where they differ, [T, H, V] or [T, R, H, V].
         weight: [T, R] the router's weights; index: [T, R] int64 in [0, N), distinct for a token.
-        cu_seqlens: [S+1] integers from 0 to T; a sequence may be empty. On the CPU it spares the torch backend its longest scan.
+        cu_seqlens: [S+1] integers from 0 to T, not decreasing; a sequence may be empty. On the CPU it spares the torch backend its
+            longest scan. On a GPU nobody looks at the values, which the host would have to wait for: boundaries that are none end
+            in wrong numbers or an illegal access.
         num_partitions: N.
         initial_state: [S, 1+N, H, K, V], row 0 the shared partition; zeros by default.
         scale: K**-0.5 by default.
