@@ -24,7 +24,7 @@ from posttrain.models.sse_h.mixer_attention import AttentionMixer
 from posttrain.models.sse_h.mixer_sse import SSEMixerBase
 from posttrain.models.sse_h.modeling import SSEHForCausalLM
 
-# What the SSE kernels take (posttrain.kernels.sse.triton_launch).
+# What the SSE kernels take (posttrain.kernels.sse.triton_limits).
 MAX_WIDTH, MAX_CHUNK = 256, 128
 
 

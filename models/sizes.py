@@ -20,7 +20,7 @@ PROJECTIONS = ("adapter", "shared", "partition")
 # A cache's key/value rows: read in whole blocks, allocated in steps.
 KV_BLOCK = 64
 KV_STEP = 128
-# What the decode kernels take (posttrain.kernels.sse.triton_launch).
+# What the decode kernels take (posttrain.kernels.sse.triton_limits).
 TRITON_MAX_WIDTH, TRITON_MAX_CHUNK = 256, 128
 
 DEFAULTS: dict[str, Any] = {

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posttrain.kernels.batch_invariant.triton_product import form_of, product
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, interpreted
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted
 
 
 @dataclass(frozen=True, kw_only=True)

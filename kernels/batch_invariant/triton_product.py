@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_launch import interpreted
+from posttrain.kernels.triton_launch import interpreted
 
 # The operands as they are, on tensor cores; in fp32; and summed entry by entry, for the interpreter, which computes wrongly in
 # bf16 and whose NumPy gives an entry other last bits in another place of a tile.

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posttrain.kernels.batch_invariant.triton_product import form_of, product, product_rows
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
 
 BLOCK, SPLIT = 64, 1024
 # Query rows of a program in a packed forward (64 or more, as in a decode step), and programs that share the ranges of a sequence

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
 
 # Numbers of one tensor that a program holds.
 TILE = 2048

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
 
 # Numbers that a program holds at a time; narrow rows are taken several at once.
 TILE = 4096

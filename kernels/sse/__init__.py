@@ -86,9 +86,9 @@ def sse(
         q2, k2, g2: [T, H, K] of the routed partitions, or [T, R, H, K] with a row a route.
         v: [T, H, V]; v2: values of the routed partitions where they differ, [T, H, V] or [T, R, H, V].
         weight: [T, R] the router's weights; index: [T, R] int64 in [0, N), distinct for a token.
-        cu_seqlens: [S+1] integers from 0 to T, not decreasing; a sequence may be empty. On the CPU it spares the torch backend its
-            longest scan. On a GPU nobody looks at the values, which the host would have to wait for: boundaries that are none end
-            in wrong numbers or an illegal access.
+        cu_seqlens: [S+1] integers from 0 to T, not decreasing; a sequence may be empty. On the CPU it spares the torch backend
+            its longest scan. On a GPU nobody looks at the values, which the host would have to wait for: boundaries that are none
+            end in wrong numbers or an illegal access.
         num_partitions: N.
         initial_state: [S, 1+N, H, K, V], row 0 the shared partition; zeros by default.
         scale: K**-0.5 by default.
@@ -270,7 +270,8 @@ def _run(x: Inputs, backend: Backend | None, *, output_final_state: bool, keep_s
 def _run_exact(x: Inputs) -> Tensor:
     if not _HAS_TRITON:
         raise ValueError("exact=True was asked for, but the package triton is not installed")
-    from posttrain.kernels.sse.triton_launch import interpreted, unsupported
+    from posttrain.kernels.sse.triton_limits import unsupported
+    from posttrain.kernels.triton_launch import interpreted
 
     half = all(a.dtype == torch.bfloat16 for a in (x.q2, x.k2, x.v))
     reason = unsupported(x) or (None if half or interpreted() else f"q, k and v must be bfloat16, got {x.v.dtype}")
@@ -290,7 +291,7 @@ def _triton_serves(x: Inputs) -> bool:
     """Whether an unasked call goes to Triton."""
     if not x.v.is_cuda or x.v.shape[0] == 0 or not _HAS_TRITON:
         return False
-    from posttrain.kernels.sse.triton_launch import unsupported
+    from posttrain.kernels.sse.triton_limits import unsupported
 
     reason = unsupported(x)
     if reason:
@@ -306,7 +307,7 @@ def _say_once(text: str) -> None:
 def _run_triton(x: Inputs, output_final_state: bool, keep_states: bool) -> tuple[Tensor, Tensor | None]:
     if not _HAS_TRITON:
         raise ValueError("backend='triton' was asked for, but the package triton is not installed")
-    from posttrain.kernels.sse.triton_launch import unsupported
+    from posttrain.kernels.sse.triton_limits import unsupported
 
     if reason := unsupported(x):
         raise ValueError(f"backend='triton' cannot run this call: {reason}; use backend='torch' or None")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch, cdiv
+from posttrain.kernels.triton_launch import Launch, cdiv
 
 
 @triton.jit

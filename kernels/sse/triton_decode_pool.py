@@ -13,9 +13,10 @@ from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.decode import ChunkState, Transition
 from posttrain.kernels.sse.triton_decode import gla_decode_kernel, gla_fold_kernel
 from posttrain.kernels.sse.triton_gla_launch import Sizes, constants_of
-from posttrain.kernels.sse.triton_launch import MAX_CHUNK, MAX_WIDTH, Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.sse.triton_limits import MAX_CHUNK, MAX_WIDTH
 from posttrain.kernels.sse.triton_options import DecodeOptions, append_constants
 from posttrain.kernels.sse.triton_prefill import prefill
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
 
 _DECODE, _FOLD = Launch(gla_decode_kernel), Launch(gla_fold_kernel)
 

@@ -35,9 +35,9 @@ from posttrain.kernels.sse.triton_decode import (
     read_state,
 )
 from posttrain.kernels.sse.triton_gla_launch import Call, Kind, Sizes, make_call, start_states
-from posttrain.kernels.sse.triton_launch import Launch, compiled_together, power_of_two
 from posttrain.kernels.sse.triton_options import DecodeOptions, append_constants
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan
+from posttrain.kernels.triton_launch import Launch, compiled_together, power_of_two
 
 
 @triton.jit(do_not_specialize=["heads", "first_chunk", "gated"])

@@ -11,9 +11,10 @@ from torch import Tensor
 from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
 from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
-from posttrain.kernels.sse.triton_launch import block_of, cdiv, interpreted, power_of_two
+from posttrain.kernels.sse.triton_limits import block_of
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 from posttrain.kernels.sse.triton_token_sum import TokenSum
+from posttrain.kernels.triton_launch import cdiv, interpreted, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,10 @@ from posttrain.kernels.sse.triton_gla_backward import (
     gla_gradient_strong_kernel,
     gla_score_gradient_kernel,
 )
-from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, cdiv, interpreted, power_of_two
+from posttrain.kernels.sse.triton_limits import block_of
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 from posttrain.kernels.sse.triton_token_sum import TokenSum
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
 
 # Blocks of K and V, and options, measured on an H200 with K = V = 128 and chunks of 64. A warp group of four holds 64 rows; with
 # eight warps and half the registers, products and gradients took longer. The scan's rows are key channels.
@@ -182,9 +183,7 @@ def make_call(
     )  # fmt: skip
 
 
-def start_states(
-    c: Call, plan: DevicePlan, *, end: bool, stored: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Chunks]:
+def start_states(c: Call, plan: DevicePlan, *, end: bool, stored: torch.dtype | None = None) -> tuple[Tensor, Tensor, Chunks]:
     """-> states at the chunks' starts [NC,H,K,V], final states (empty unless `end`), and what the chunks know of their decay.
 
     stored: the starts' dtype, in place of what products read; int16: the upper plane that decoding reads."""

@@ -24,8 +24,8 @@ from posttrain.kernels.sse.triton_gla_launch import (
     sum_routes,
     upstream,
 )
-from posttrain.kernels.sse.triton_launch import aligned, compiled_together
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
+from posttrain.kernels.triton_launch import aligned, compiled_together
 
 
 def run_triton_gla(x: Inputs, *, output_final_state: bool = True, keep_states: bool = True) -> tuple[Tensor, Tensor | None]:

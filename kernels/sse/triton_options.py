@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from posttrain.kernels.sse.triton_launch import power_of_two
+from posttrain.kernels.triton_launch import power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)

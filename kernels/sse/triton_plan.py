@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
 
 # Tokens a program of the sort looks at; its one-hot matrix is [BLOCK, N].
 BLOCK = 256

@@ -20,8 +20,8 @@ from posttrain.kernels.sse.triton_common import split, state_offsets, stored_sta
 from posttrain.kernels.sse.triton_decode import append_key, load_new
 from posttrain.kernels.sse.triton_exact import mix_by_rows, stored_exactly
 from posttrain.kernels.sse.triton_gla_launch import Call, make_call, mix, start_states
-from posttrain.kernels.sse.triton_launch import Launch, aligned, power_of_two
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan
+from posttrain.kernels.triton_launch import Launch, aligned, power_of_two
 
 if TYPE_CHECKING:
     from posttrain.kernels.sse.triton_decode_pool import TritonChunkState

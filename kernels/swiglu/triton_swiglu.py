@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.sse.triton_launch import Launch, aligned, cdiv
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv
 
 BLOCK = 2048
 

@@ -44,7 +44,7 @@ def test_a_wrong_gradient_fails(check, shared, tmp_path):
 
 
 def test_a_backend_that_refuses_the_inputs_fails(check, shared, monkeypatch):
-    launch = pytest.importorskip("posttrain.kernels.sse.triton_launch")
+    launch = pytest.importorskip("posttrain.kernels.triton_launch")
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     code, out = check(shared / "golden", "--backend", "triton")
     assert code == 1

@@ -267,7 +267,7 @@ def test_what_training_puts_around_a_call(around):
 
 def test_compiles_into_one_graph(monkeypatch):
     """As on a GPU: there nothing looks at values, nor at whether Triton interprets."""
-    from posttrain.kernels.sse import triton_launch
+    from posttrain.kernels import triton_launch
 
     monkeypatch.setattr(checks, "_check_index_values", lambda *_: None)
     monkeypatch.setattr(checks, "_check_cu_seqlens", lambda bounds, tokens: (bounds.shape[0] - 1, tokens))

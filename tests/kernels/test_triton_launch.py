@@ -10,13 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from posttrain.kernels.sse import sse, triton_launch
+from posttrain.kernels import triton_launch
+from posttrain.kernels.sse import sse
 from posttrain.kernels.sse.cases import Case, make_case
-from posttrain.kernels.sse.triton_launch import Launch, aligned, block_of, compiled_together
+from posttrain.kernels.sse.triton_limits import block_of
+from posttrain.kernels.triton_launch import Launch, aligned, compiled_together
 
 CHECK = """
 import importlib, json, sys
-from posttrain.kernels.sse.triton_launch import Launch
+from posttrain.kernels.triton_launch import Launch
 for module, name, tensors, numbers in json.loads(sys.argv[1]):
     Launch(getattr(importlib.import_module(module), name))._check(tensors, tuple(numbers))
 print("checked")

@@ -117,7 +117,7 @@ def test_state_bytes_are_what_a_gpus_state_takes(dtype):
     write gate's factors in fp32 and counts in int32."""
     pytest.importorskip("triton")
     from posttrain.kernels.sse.triton_decode_pool import TritonChunkState
-    from posttrain.kernels.sse.triton_launch import MAX_CHUNK, MAX_WIDTH
+    from posttrain.kernels.sse.triton_limits import MAX_CHUNK, MAX_WIDTH
 
     assert (TRITON_MAX_WIDTH, TRITON_MAX_CHUNK) == (MAX_WIDTH, MAX_CHUNK)
     p, h, k, c, e = 5, 2, 16, 64, dtype.itemsize

@@ -47,7 +47,8 @@ def test_a_training_rank_reads_relative_paths_as_the_driver_does(
     ranks = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     monkeypatch.setattr(ray.train, "get_context", lambda: ranks)
     folder = str(tmp_path / "driver")
-    launch.rank_worker({"stage": "grpo", "recipe": RECIPE, "run_path": str(tmp_path), "board": None, "threads": 1, "folder": folder})
+    given = {"stage": "grpo", "recipe": RECIPE, "run_path": str(tmp_path), "board": None, "threads": 1, "folder": folder}
+    launch.rank_worker(given)
     assert seen == [("toy", folder)]
 
 

@@ -21,9 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from posttrain.kernels.sse.checks import Inputs
-
-MAX_CHUNK, MAX_WIDTH = 128, 256
 MAX_COMPILERS = 16
 Result = TypeVar("Result")
 _KNOWN = triton.__version__.startswith("3.6.")
@@ -109,38 +106,12 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def block_of(size: int, largest: int, *, rows: int, half: bool) -> int:
-    """The block of K or V that covers `size` columns, at most `largest`, beside chunks of `rows` rows.
-
-    A product whose left operand has 64 rows or more goes to a warp group, and then needs right operands of 128 bytes a row at
-    least: with 64, Triton 3.6 and 3.7 let it read past the end of shared memory (triton-lang/triton#11366), seen here as
-    illegal accesses and results that did not repeat. Rows may be a chunk's or, in products for the state, key channels.
-    """
-    if rows < 64:
-        return max(16, min(largest, 32, power_of_two(size)))
-    return max(64 if half else 32, min(largest, power_of_two(size)))
-
-
 def _hooked() -> bool:
     """Whether a profiler of Triton's own wants to see launches."""
     for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
             return True
     return False
-
-
-def unsupported(x: Inputs) -> str | None:
-    """Why the Triton backend cannot run these inputs; None where it can."""
-    if not (x.v.is_cuda or interpreted()):
-        return f"the inputs are on {x.v.device.type}; Triton kernels need a CUDA device (or TRITON_INTERPRET=1)"
-    if x.v.dtype == torch.float64:
-        return "the inputs are float64; the kernels compute in fp32"
-    if x.chunk_size > MAX_CHUNK:
-        return f"chunk_size={x.chunk_size}, but the kernels take at most {MAX_CHUNK}"
-    for name, width in (("K", x.q2.shape[-1]), ("V", x.v.shape[-1])):
-        if width > MAX_WIDTH:
-            return f"{name}={width}, but the kernels take at most {MAX_WIDTH}"
-    return None
 
 
 @cache
