@@ -66,7 +66,9 @@ class Launch:
         compiled, values, run = found
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *numbers, *values)
+        # Addresses: of a tensor the launcher asks the driver, each time, whether it is on the device.
+        pointers = [a.data_ptr() if a.is_cuda else _refuse(a) for a in tensors]
+        run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *numbers, *values)
 
     def _check(self, first: int, numbers: tuple[int | float, ...]) -> None:
         """An integer that Triton specialises on would let other values run this value's kernel."""
@@ -74,6 +76,10 @@ class Launch:
         free = {p.name for p in self.kernel.params if p.do_not_specialize}
         special = [n for n, value in zip(names, numbers, strict=True) if isinstance(value, int) and n not in free]
         assert not special, f"{special} must be in the kernel's do_not_specialize"
+
+
+def _refuse(a: Tensor) -> int:
+    raise ValueError(f"a tensor {list(a.shape)} is on {a.device}, and others of this kernel on a GPU")
 
 
 def compiled_together(run: Callable[..., Result], *arguments: Any, key: tuple[Hashable, ...]) -> Result:
