@@ -160,7 +160,7 @@ def _product(a, b, pairs: tl.constexpr, SIZE: tl.constexpr):
         return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@triton.jit(do_not_specialize=["heads", "first_chunk"])
 def gdn_prepare_kernel(
     rows, k, g, b, v, weight, total, inverse, w, u, heads, first_chunk,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KDIV: tl.constexpr, GDIV: tl.constexpr, BDIV: tl.constexpr,
@@ -224,7 +224,7 @@ def _walk(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def gdn_scan_kernel(
     rows, begin, chunks, k1, k2, w, u, total, initial, boundary, final, heads,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, N: tl.constexpr, KDIV: tl.constexpr, SHARED: tl.constexpr,
@@ -260,7 +260,7 @@ def gdn_scan_kernel(
         tl.store(final + own, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@triton.jit(do_not_specialize=["heads", "first_chunk"])
 def gdn_output_kernel(
     rows, q, k, weight, total, u, boundary, part, out, heads, first_chunk, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr,

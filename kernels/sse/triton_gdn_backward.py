@@ -19,7 +19,7 @@ from posttrain.kernels.sse.triton_gdn import (
 )
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@triton.jit(do_not_specialize=["heads", "first_chunk"])
 def gdn_adjoint_kernel(
     rows, q, k, b, v, do, weight, total, inverse, boundary, u, r, z, heads, first_chunk, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr, BDIV: tl.constexpr,
@@ -87,7 +87,7 @@ def _walk_back(
     return dstate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def gdn_reverse_kernel(
     rows, begin, chunks, q1, k1, b1, q2, k2, b2, do, weight, total, r, z, dfinal, dboundary, dinitial, heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, N: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr,
@@ -157,7 +157,7 @@ def _within_chunk(
     return scores, scores_t, system, system_t, written
 
 
-@triton.jit(do_not_specialize=["first_chunk", "num_rows"])
+@triton.jit(do_not_specialize=["heads", "num_rows", "first_chunk"])
 def gdn_gradient_kernel(
     rows, q, k, b, v, do, weight, total, u, z, boundary, dboundary,
     dq, dk, dg, db, dv, part, dweight, heads, num_rows, first_chunk, scale,

@@ -14,7 +14,10 @@ from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gr
 from posttrain.kernels.sse.triton_limits import block_of
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 from posttrain.kernels.sse.triton_token_sum import TokenSum
-from posttrain.kernels.triton_launch import cdiv, interpreted, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
+
+_prepare, _scan, _output = (Launch(k) for k in (gdn_prepare_kernel, gdn_scan_kernel, gdn_output_kernel))
+_adjoint, _reverse, _gradient = (Launch(k) for k in (gdn_adjoint_kernel, gdn_reverse_kernel, gdn_gradient_kernel))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,42 +129,25 @@ def make_call(
 ) -> Call:  # fmt: skip
     tokens, routes = index.shape
     shared_chunks, routed_chunks = plan_sizes(tokens, routes, sequences, num_partitions, chunk_size, q1 is not None)
-    v = v.contiguous()
-    kinds = []
+    v, kinds = aligned(v), []
     if q1 is not None:
-        first = dict(zip("qkgb", (a.contiguous() for a in (q1, k1, g1, b1))), v=v)
         kinds.append(
             Kind(
-                **first,
-                q_div=1,
-                k_div=1,
-                g_div=1,
-                b_div=1,
-                v_div=1,
-                o_div=1,
-                read=False,
-                write=False,
-                first_chunk=0,
-                num_chunks=shared_chunks,
-                num_rows=tokens,
+                **dict(zip("qkgb", (aligned(a) for a in (q1, k1, g1, b1)), strict=True)), v=v, read=False, write=False,
+                **{f"{n}_div": 1 for n in "qkgbvo"}, first_chunk=0, num_chunks=shared_chunks, num_rows=tokens,
             )
         )  # fmt: skip
     second = dict(q=q2, k=k2, g=g2, b=b2, v=v[:, None] if v2 is None else v2)
-    divs = {f"{n}_div": routes // a.shape[1] for n, a in second.items()}
     kinds.append(
         Kind(
-            **{n: a.contiguous().flatten(0, 1) for n, a in second.items()},
-            **divs,
-            o_div=routes,
-            read=gate in ("both", "read"),
-            write=gate in ("both", "write"),
-            first_chunk=shared_chunks,
-            num_chunks=routed_chunks,
-            num_rows=tokens * routes,
+            **{n: aligned(a).flatten(0, 1) for n, a in second.items()},
+            **{f"{n}_div": routes // a.shape[1] for n, a in second.items()}, o_div=routes,
+            read=gate in ("both", "read"), write=gate in ("both", "write"),
+            first_chunk=shared_chunks, num_chunks=routed_chunks, num_rows=tokens * routes,
         )
     )  # fmt: skip
     return Call(
-        kinds=kinds, weight=weight.float().contiguous(), v=v, initial=None if initial is None else initial.contiguous(),
+        kinds=kinds, weight=aligned(weight.float()), v=v, initial=None if initial is None else aligned(initial),
         scale=scale, partitions=num_partitions, sizes=Sizes.choose(q2, k2, v, chunk_size),
     )  # fmt: skip
 
@@ -173,18 +159,18 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
     inverse = c.tiles(s.C) if keep else c.v.new_empty(0, dtype=s.stored)
     w, u, boundary = c.tiles(s.K), c.tiles(s.V), c.states()
     for kind in c.kinds:
-        gdn_prepare_kernel[(heads * kind.num_chunks,)](
-            plan.rows, kind.k, kind.g, kind.b, kind.v, c.weight, total, inverse, w, u, heads, kind.first_chunk,
+        tensors = (plan.rows, kind.k, kind.g, kind.b, kind.v, c.weight, total, inverse, w, u)
+        _prepare((heads * kind.num_chunks,), tensors, (heads, kind.first_chunk), dict(
             KDIV=kind.k_div, GDIV=kind.g_div, BDIV=kind.b_div, VDIV=kind.v_div, WRITE=kind.write, KEEP=keep,
             **s.parallel(128, 128, warps=4 if s.HALF and s.BC <= 64 else 8),
-        )  # fmt: skip
+        ))  # fmt: skip
     final = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if end else (0,))
     shape, last = s.sequential(), c.kinds[-1]
-    gdn_scan_kernel[(plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),)](
-        plan.rows, plan.begin, plan.chunks, c.kinds[0].k, last.k, w, u, total, final if c.initial is None else c.initial,
-        boundary, final, heads, N=c.partitions, KDIV=last.k_div, SHARED=len(c.kinds) > 1,
-        HAS_INITIAL=c.initial is not None, HAS_FINAL=end, **shape,
-    )  # fmt: skip
+    initial = final if c.initial is None else c.initial
+    tensors = (plan.rows, plan.begin, plan.chunks, c.kinds[0].k, last.k, w, u, total, initial, boundary, final)
+    _scan((plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),), tensors, (heads,), dict(
+        N=c.partitions, KDIV=last.k_div, SHARED=len(c.kinds) > 1, HAS_INITIAL=c.initial is not None, HAS_FINAL=end, **shape,
+    ))  # fmt: skip
     return total, inverse, boundary, u, final
 
 
@@ -192,10 +178,11 @@ def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tenso
     shape, out = c.sizes.parallel(64, 128), TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     for n, kind in enumerate(c.kinds):
         part, add, last = out.target(is_shared=n < len(c.kinds) - 1)
-        gdn_output_kernel[(c.heads * kind.num_chunks, cdiv(c.sizes.V, shape["BV"]))](
-            plan.rows, kind.q, kind.k, c.weight, total, u, boundary, part, out.total, c.heads, kind.first_chunk, c.scale,
+        grid = (c.heads * kind.num_chunks, cdiv(c.sizes.V, shape["BV"]))
+        tensors = (plan.rows, kind.q, kind.k, c.weight, total, u, boundary, part, out.total)
+        _output(grid, tensors, (c.heads, kind.first_chunk, c.scale), dict(
             QDIV=kind.q_div, KDIV=kind.k_div, READ=kind.read, ADD=add, LAST=last, **shape,
-        )  # fmt: skip
+        ))  # fmt: skip
     return out.finish()
 
 
@@ -208,20 +195,22 @@ def reverse(
     r, u, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.tiles(s.V), c.states()
     shape = s.parallel(64, 128)
     for kind in c.kinds:
-        gdn_adjoint_kernel[(heads * kind.num_chunks, cdiv(s.V, shape["BV"]))](
-            plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z,
-            heads, kind.first_chunk, c.scale,
+        grid = (heads * kind.num_chunks, cdiv(s.V, shape["BV"]))
+        tensors = (plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z)
+        _adjoint(grid, tensors, (heads, kind.first_chunk, c.scale), dict(
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
             READ=kind.read, WRITE=kind.write, **shape,
-        )  # fmt: skip
+        ))  # fmt: skip
     dinitial = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if want_initial else (0,))
     shape, one, two = s.sequential(), c.kinds[0], c.kinds[-1]
-    gdn_reverse_kernel[(plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),)](
+    tensors = (
         plan.rows, plan.begin, plan.chunks, one.q, one.k, one.b, two.q, two.k, two.b, do, c.weight, total, r, z,
-        dinitial if dfinal is None else dfinal, dboundary, dinitial, heads, c.scale,
+        dinitial if dfinal is None else dfinal, dboundary, dinitial,
+    )  # fmt: skip
+    _reverse((plan.begin.numel() * heads * cdiv(s.V, shape["BV"]),), tensors, (heads, c.scale), dict(
         N=c.partitions, QDIV=two.q_div, KDIV=two.k_div, BDIV=two.b_div, ODIV=two.o_div, READ=two.read,
         SHARED=len(c.kinds) > 1, HAS_INITIAL=dfinal is not None, HAS_FINAL=want_initial, **shape,
-    )  # fmt: skip
+    ))  # fmt: skip
     return u, z, dboundary, dinitial
 
 
@@ -257,12 +246,14 @@ def gradients(
             part, out, add, last = grads["v"], grads["v"], False, True
         else:
             (part, add, last), out = dv.target(is_shared=n < len(c.kinds) - 1), dv.total
-        gdn_gradient_kernel[(c.heads * kind.num_chunks, blocks)](
+        tensors = (
             plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, u, z, boundary, dboundary,
-            grads["q"], grads["k"], dg, db, out, part, sent, c.heads, rows, kind.first_chunk, c.scale,
+            grads["q"], grads["k"], dg, db, out, part, sent,
+        )  # fmt: skip
+        _gradient((c.heads * kind.num_chunks, blocks), tensors, (c.heads, rows, kind.first_chunk, c.scale), dict(
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
             READ=kind.read, WRITE=kind.write, ADD=add, LAST=last, **shape,
-        )  # fmt: skip
+        ))  # fmt: skip
         grads["g"], grads["b"] = (sum_terms(a, 1, blocks, rows * c.heads, torch.float32) for a in (dg, db))
         if gated:
             dweight = sum_terms(sum_terms(sent, 1, blocks, rows * c.heads, torch.float32), rows, c.heads, 1, torch.float32)

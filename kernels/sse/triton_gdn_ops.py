@@ -14,6 +14,7 @@ from posttrain.kernels.recompute import kept
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.triton_gdn_launch import Sizes, gradients, make_call, outputs, reverse, states
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan, plan_sizes
+from posttrain.kernels.triton_launch import aligned, compiled_together
 
 
 def run_triton_gdn(x: Inputs, *, output_final_state: bool = True, keep_states: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -39,7 +40,7 @@ def _plan(c, rows: Tensor, begin: Tensor, chunks: Tensor) -> DevicePlan:
     )
 
 
-def _forward(
+def _forward_launches(
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
     weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
@@ -57,6 +58,34 @@ def _forward(
     total, inverse, boundary, u, final = states(c, plan, end=output_final_state, keep=keep_states)
     o = outputs(c, plan, total, u, boundary)
     return o, final, boundary if keep_states else boundary.new_empty(0), inverse, total, plan.rows, plan.begin, plan.chunks
+
+
+def _forward(
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
+    weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
+    num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_forward_launches`, compiled together."""
+    return compiled_together(
+        _forward_launches, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, cu_seqlens, initial,
+        num_partitions, scale, gate, chunk_size, output_final_state, keep_states,
+        key=(
+            "gdn forward", output_final_state, keep_states,
+            *_constants(q1, q2, g2, b2, v, v2, index, initial, num_partitions, gate, chunk_size),
+        ),
+    )  # fmt: skip
+
+
+def _constants(
+    q1: Tensor | None, q2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None, index: Tensor, initial: Tensor | None,
+    num_partitions: int, gate: str, chunk_size: int,
+) -> tuple:  # fmt: skip
+    """What the constants of the launches depend on."""
+    return (
+        v.device.index, q1 is None, q2.dtype, g2.dtype, b2.dtype, v.dtype, q2.shape[1:], v.shape[-1], v2 is None or v2.shape[1],
+        index.shape[1], initial is None, num_partitions, gate, chunk_size,
+    )  # fmt: skip
 
 
 sse_gdn_forward = torch.library.custom_op("posttrain::sse_gdn_forward", _forward, mutates_args=())
@@ -84,7 +113,7 @@ def _(
     )
 
 
-def _gradients(
+def _gradient_launches(
     do: Tensor, dfinal: Tensor | None,
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
@@ -99,8 +128,7 @@ def _gradients(
     plan = _plan(c, rows, begin, chunks)
     if boundary.numel() == 0:
         _, inverse, boundary, *_ = states(c, plan, end=False, keep=True)
-    do = do.contiguous()
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    do, dfinal = aligned(do), None if dfinal is None else aligned(dfinal)
     u, z, dboundary, dinitial = reverse(c, plan, total, inverse, boundary, do, dfinal, initial is not None)
     found, dv, dweight = gradients(c, plan, total, u, z, boundary, dboundary, do, v2 is not None)
     first, second = found[0] if len(found) > 1 else None, found[-1]
@@ -110,6 +138,25 @@ def _gradients(
         dv = torch.zeros_like(c.v) if first is None else first["v"]
     dweight = torch.zeros_like(weight) if dweight is None else dweight.view(weight.shape).to(weight.dtype)
     return *out, dv, v.new_empty(0) if v2 is None else second["v"].view(v2.shape), dweight, dinitial
+
+
+def _gradients(
+    do: Tensor, dfinal: Tensor | None,
+    q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
+    q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
+    weight: Tensor, index: Tensor, initial: Tensor | None,
+    boundary: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
+    num_partitions: int, scale: float, gate: str, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_gradient_launches`, compiled together."""
+    return compiled_together(
+        _gradient_launches, do, dfinal, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial,
+        boundary, inverse, total, rows, begin, chunks, num_partitions, scale, gate, chunk_size,
+        key=(
+            "gdn gradients", dfinal is None, boundary.numel() == 0,
+            *_constants(q1, q2, g2, b2, v, v2, index, initial, num_partitions, gate, chunk_size),
+        ),
+    )  # fmt: skip
 
 
 sse_gdn_backward = torch.library.custom_op("posttrain::sse_gdn_backward", _gradients, mutates_args=())

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from posttrain.kernels import triton_launch
 from posttrain.kernels.pair_map import log_decay, pair_map
 from posttrain.kernels.rms_norm import add_rms_norm, rms_norm
-from posttrain.kernels.sse import sse
+from posttrain.kernels.sse import sse, sse_gdn
 from posttrain.kernels.sse.cases import Case, make_case
 from posttrain.kernels.sse.triton_limits import block_of
 from posttrain.kernels.swiglu import swiglu
@@ -39,11 +39,12 @@ def test_no_kernel_specialises_on_its_integers(monkeypatch, root):
         launch(self, grid, tensors, numbers, constants)
 
     monkeypatch.setattr(Launch, "__call__", record)
-    tensors, options = make_case(Case(lengths=(20, 5), routed=2))
-    names = Case(lengths=()).names
-    leaves = [tensors[n].requires_grad_() for n in names]
-    o, _ = sse(*leaves, tensors["weight"], tensors["index"], backend="triton", **options)
-    o.sum().backward()
+    for case in (Case(lengths=(20, 5), routed=2), Case(lengths=(20, 5), routed=2, transition="gdn")):
+        tensors, options = make_case(case)
+        leaves = [tensors[n].requires_grad_() for n in case.names]
+        operator = sse if case.transition == "gla" else sse_gdn
+        o, _ = operator(*leaves, tensors["weight"], tensors["index"], backend="triton", **options)
+        o.sum().backward()
     x = torch.randn(6, 3, 8, requires_grad=True)
     normed = rms_norm(add_rms_norm(x, x, x[0, 0], 1e-6, backend="triton")[1], x[0, 0], 1e-6, gate=x, backend="triton")
     pairs = pair_map(normed, x, "softmax", backend="triton")
@@ -51,6 +52,7 @@ def test_no_kernel_specialises_on_its_integers(monkeypatch, root):
     small = {f"{n}_{way}_kernel" for n in ("rms_norm", "pair_map", "swiglu", "log_decay") for way in ("forward", "backward")}
     assert small <= seen.keys()
     kernels = {f"gla_{n}_kernel" for n in ("decay", "edge", "scan", "mix", "score_gradient", "gradient")}
+    kernels |= {f"gdn_{n}_kernel" for n in ("prepare", "scan", "output", "adjoint", "reverse", "gradient")}
     assert kernels | {"_place_kernel"} <= seen.keys()
     environment = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
     done = subprocess.run(
