@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-long lint format clean
 
 setup: $(STAMP)
 
@@ -37,7 +37,10 @@ demo: setup
 # Integration tests start Ray, which wants the machine to itself.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integration $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" tests/integration $(PYTEST_ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m long tests/integration $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -157,6 +157,7 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(straight: Path, tm
     assert trained(RunFolder(tmp_path / "run")) == trained(RunFolder(straight)), "the same prompts and completions, once each"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_learner_rank_of_two_that_is_killed_goes_on_from_the_checkpoint(session, tmp_path: Path) -> None:
     grpo = {**SPLIT, "max_steps": 8, "learners": 2, "per_device_train_batch_size": 4}
@@ -192,6 +193,7 @@ def test_a_driver_that_is_killed_is_resumed_at_the_same_step(straight: Path, tmp
     assert trained(RunFolder(tmp_path / "run")) == trained(RunFolder(straight))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_node_that_is_lost_takes_no_group_with_it(tmp_path: Path) -> None:
     import ray

@@ -86,6 +86,7 @@ def essence(collected: Collected) -> Any:
     return [[(c.request_id, c.sample, c.token_ids, c.versions) for c in group] for group in collected.completions]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_whoever_is_killed_no_batch_is_lost_twice_or_out_of_order(session, tmp_path) -> None:
     import ray
