@@ -36,11 +36,11 @@ demo: setup
 
 # Integration tests start Ray, which wants the machine to itself.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integration $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --ignore tests/integration $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "not long" tests/integration $(PYTEST_ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -m long tests/integration $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
