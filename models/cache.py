@@ -217,8 +217,12 @@ class SlotCache(Cache):
                 start = self.lengths[slot]
                 copied.append(self.pages.reserve(slot, start, start + count))
         finally:
-            self.pages.publish()
-        pairs = [pair for pair in copied if pair is not None]
+            self._follow_books([pair for pair in copied if pair is not None])
+
+    def _follow_books(self, pairs: list[tuple[int, int]]) -> None:
+        """Brings the device to what was booked: the table, pools that have grown, pages (from, to) that were copied."""
+        assert self.pages is not None
+        self.pages.publish()
         paged = [state for state in self.states if isinstance(state, PagedKV) and state.window is None]
         for state in paged:
             state.grow()
@@ -271,11 +275,12 @@ class SlotCache(Cache):
             return
         if self.pages is not None:
             self.pages.fork(src, dst)
+        index = upload(dst, torch.long, self.slot_tensor.device)  # once: a layer's own copy would wait for the device
         for state in self.states:
             if isinstance(state, KVPool):
                 state.fork(src, dst, self.lengths[src])
             else:
-                state.fork(src, dst)
+                state.fork(src, index if isinstance(state, ChunkState) else dst)
         for slot in dst:
             self.lengths[slot] = self.lengths[src]
 

@@ -47,7 +47,7 @@ def why_not_exact(model: nn.Module, device: torch.device | None = None) -> str |
         where = device or parameter.device
         reason = unsupported(parameter.dtype, where)
         if reason is not None:
-            return reason
+            return reason if where.type == "cuda" else f"its kernels need a GPU, but the model lies on {where.type}"
         if where.type == "cuda" and parameter.dtype != torch.bfloat16:
             return f"{name} is {parameter.dtype}, but the weights must be bfloat16"
     return None

@@ -150,7 +150,7 @@ class PagedKV:
     """Keys and values of one attention layer, [pages, H_kv, PAGE, D].
 
     With a sliding `window` a slot has pages of its own, a ring of whole pages in which position p lies in row p mod its length.
-    Rows behind a sequence's end get the weight 0, so they must be finite: zero, or left over from a healthy sequence.
+    Rows behind a sequence's end may hold anything, what a sequence with NaN left in a page included: readers mask them.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class PagedKV:
 
     def view(self, slots: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of some slots up to the longest of `lengths`, in whole pages: keys and values [S, H_kv, L, D], copied, and the
-        mask [S, L], True where a row must not be seen."""
+        mask [S, L], True where a row must not be seen; values are 0 there."""
         device = self.keys.device
         index, last = upload([list(slots), [n - 1 for n in lengths]], torch.int64, device)
         width = self.table.shape[1] if self.ring is not None else -(-max(lengths) // PAGE)
@@ -230,7 +230,9 @@ class PagedKV:
             # Behind a sequence's end the table may name anyone's page.
             table = table.masked_fill(torch.arange(width, device=device)[None] > last[:, None] // PAGE, 0)
         keys, values = (pool[table].transpose(1, 2).flatten(2, 3) for pool in (self.keys, self.values))
-        return keys, values, ~visible_rows(last, width * PAGE, self.window)
+        hidden = ~visible_rows(last, width * PAGE, self.window)
+        # Their weight is 0, and 0 times NaN is NaN.
+        return keys, values.masked_fill_(hidden[:, None, :, None], 0), hidden
 
     def reset(self, slot: int, freed: Sequence[int]) -> None:
         """Zeroes what a slot held: its ring, or the pages that nobody holds any more."""

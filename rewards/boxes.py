@@ -56,15 +56,23 @@ _DENIED_AFTER = re.compile(
     r"|(?:can(?:not|\s+not|['’]t)|could(?:n['’]t|\s+not))\s+be\s+(?:right|correct|the)\b"
     r"|(?:is|was)n['’]t\s+(?:right|correct|the)\b|,?\s*or\s+(?:maybe\s+|perhaps\s+)?not\b)"
     rf"|{_CLOSED}\?+\s*(?:No|Nope|Wrong)\b"
-    rf"|{_CLOSED}[.,;!]?\s*(?:[Nn]o,?\s+)?(?:[Bb]ut\s+)?(?:[Tt]hat|[Tt]his|[Ii]t)(?:\s+is|['’]s|\s+was)\s+{_WRONG}"
+    rf"|{_CLOSED}[.,;!]?\s*(?:(?:[Nn]o|[Ww]ait|[Hh]mm|[Aa]ctually),?\s+)?(?:[Bb]ut\s+)?(?:[Tt]hat|[Tt]his|[Ii]t)(?:\s+is|['’]s|\s+was)\s+{_WRONG}"
 )
-_WITHIN = re.compile(r"(?:\\sqrt\s*(?:\[[^\[\]]*\])?|\\[dtc]?frac\s*(?:\{[^{}]*\}\s*)?|[\^_])\s*\{\s*$")
+_WITHIN = re.compile(
+    r"(?:\\sqrt\s*(?:\[[^\[\]]*\])?|\\[dtc]?frac\s*(?:\{[^{}]*\}\s*)?|[\^_])\s*\{\s*$"
+    r"|\\(?:log|ln|exp|sin|cos|tan|cot|sec|csc)\s*[({]?\s*$"
+)
 _GOES_ON = re.compile(
     r"\s*\^\s*\{?\s*[-+]?\d(?!\s*\}?\s*\\text)|\s*(?:[-+*/]|\\(?:cdot|times|div)\b)\s*\d[\d.\s+*/()-]*(?=\$|\\[)\]]|\n|[.,]?\s*$)"
 )
+# The last term of a formula: `$10-\boxed{4}$`, while `$3+\boxed{4}=7$` fills a blank and "Problem 20 - \boxed{4}" is a label.
+_LAST_TERM = re.compile(r"(?:\$|\\[(\[])[^$\n]*[\w)}]\s*(?:[-+*/]|\\(?:cdot|times|div)(?![A-Za-z]))\s*$")
+_FORMULA_ENDS = re.compile(r"\$|\\[)\]]")
+_FACTORIAL = re.compile(r"!+\s*(?:\$|\\[)\]])")
+_BASE = re.compile(r"\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))(?=\s*(?:\$|\\[)\]]|[.,]|$))")
 _MINUS = re.compile(r"(?:^|[\s$=(\[{:,~])[-−]$")
 _VALUE = r"(-?(?:\d[\d,.]*\d|\d)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|-?\d*\\sqrt\s*\{\d+\})"
-_OR_AFTER = re.compile(rf"{_CLOSED},?\s*\(?\s*or\s+(?:{_MAYBE}\s+)?[\s$]*{_VALUE}\s*\$?\s*(?=[.,;!?)](?:\s|$)|$|\n)")
+_OR_AFTER = re.compile(rf"{_CLOSED}[,.?]?\s*\(?\s*[Oo]r\s+(?:{_MAYBE}\s+)?[\s$]*{_VALUE}\s*\$?\s*(?=[.,;!?)](?:\s|$)|$|\n)")
 _OR_BEFORE = re.compile(rf"(?:^|[\s$(,=]){_VALUE}\s*\$?,?\s+or\s+(?:{_MAYBE}\s+)?[\s$]*$")
 
 
@@ -103,8 +111,10 @@ def last_box(text: str, policy: AnswerPolicy = DEFAULT) -> tuple[bool, str | Non
 def _taken_back(text: str, box: Box) -> bool:
     """Whether the words or the formula around a box say that its content is not the answer."""
     before, after = text[max(0, box.start - _NEAR) : box.start], text[box.end : box.end + _NEAR]
+    if _FORMULA_ENDS.match(after) and _LAST_TERM.search(before):
+        return True
     return any(pattern.search(before) for pattern in (_DENIED, _WITHIN)) or any(
-        pattern.match(after) for pattern in (_DENIED_AFTER, _GOES_ON)
+        pattern.match(after) for pattern in (_DENIED_AFTER, _GOES_ON, _FACTORIAL)
     )
 
 
@@ -114,10 +124,12 @@ def _cut_off(text: str, before: Box, box: Box) -> bool:
 
 
 def _signed(text: str, box: Box, content: str) -> str:
-    r"""`-\boxed{4}` says -4; a dash with a space is a list's."""
+    r"""`-\boxed{4}` says -4; a dash with a space is a list's. `\boxed{204}_6` says 204_6."""
+    if (base := _BASE.match(text, box.end)) and re.fullmatch(r"\d[\dA-F]*", content.strip()):
+        content = f"{content.strip()}_{{{base.group(1) or base.group(2)}}}"
     if not _MINUS.search(text[max(0, box.start - 2) : box.start]):
         return content
-    return f"-{content}" if re.fullmatch(r"[\d.,]+", content.strip()) else f"-({content})"
+    return f"-{content}" if re.fullmatch(r"[\d.,]+(?:_\{\d+\})?", content.strip()) else f"-({content})"
 
 
 def _joined(text: str, boxes: list[Box], content: str) -> str | None:

@@ -62,9 +62,10 @@ _HEDGED_SENTENCE = re.compile(
     r"\b(?:not|n't|nor|neither|either|between|maybe|perhaps|possibly|less than|more than|fewer than|greater than|at least|at most"
     r"|anything but|other than|besides"
     r"|one of|if|unless|minus|negative|twice|double|half of|below zero|squared|cubed|times \d+)\b|\(or\b"
-    r"|(?:\d|[\s:$][a-z])\s*(?:[<>≤≥]=?|\\(?:leq?|geq?|lt|gt)(?![a-z]))\s*[-$\d]"
+    r"|(?:\d|[\s:$][a-z]|:)\s*(?:[<>≤≥]=?|\\(?:leq?|geq?|lt|gt)(?![a-z]))\s*[-$\d]"
+    r"|\d\$?\s*(?:±|\\pm(?![a-z])|\+/-)|(?<![\w.])\d+(?:\.\d+)?e[-+]?\d"
     rf"|\d\s*(?:to|&|[-–]{{2}}|\.\.+)\s*\d|\d\s+(?:{'|'.join(_SCALES)})s?\b"
-    r"|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
+    r"|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.?)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"\d\s*[,;]\s*(?:(?:and|or)\s+)?[-$\\(]*\d")
@@ -140,8 +141,8 @@ def hedged_sentence(text: str) -> bool:
     """The same for an answer within a sentence: "The answer is not 15", "15 or 16", "8, 9", "less than 15"."""
     if _HEDGED_SENTENCE.search(text) or _LISTED.search(_THOUSANDS.sub("0", text)):
         return True
-    # math-verify reads 4 from "4x"
-    return any(not is_unit(match.group(1)) for match in _UNKNOWN_AFTER_NUMBER.finditer(text))
+    # math-verify reads 4 from "4x" and "4k", which is thousands rather than kelvins
+    return any(match.group(1) == "k" or not is_unit(match.group(1)) for match in _UNKNOWN_AFTER_NUMBER.finditer(text))
 
 
 def ends_in_a_choice(text: str) -> bool:
@@ -249,6 +250,8 @@ def last_option(text: str) -> str | None:
         return None
     before = text[: found[-1].start()]
     if re.search(rf"\bnot\s+[(\\a-z{{]*$|(?<![A-Za-z'])[{_LETTERS}]\)?(?:,|,?\s+(?:or|and))\s+[(]*$", before):
+        return None
+    if re.search(rf"\([{_LETTERS}]\)[\s,;/|&]*\($|(?<![A-Za-z'])[{_LETTERS}][/|&]$", before):  # "(A) (B) (C)" lists them
         return None
     return found[-1].group(1)
 

@@ -128,6 +128,8 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
         if policy.ordered_lists or len(parts) == len(golds):
             return _matches_in_order(golds, parts, policy)
     if _names_one(gold):
+        if len(re.findall(r"\\(?:pm|mp)(?![A-Za-z])", cleaned)) > 1:
+            return False  # `4 \pm 4 \pm 4` names several values, of which math-verify takes one
         parts = claims.several(cleaned, words_only=isinstance(gold.parsed[0], (Interval, Tuple)) and "(" not in cleaned[1:])
         if len(parts) > 1:
             return all(_matches_alone(gold, part, policy) for part in parts)

@@ -43,7 +43,7 @@ _NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Problem|Q|Human|User|Exercise)\s*
 _MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
 _QUESTIONED = re.compile(r"[^.!?]*\?+\s*(?:[Nn]o|[Nn]ope|[Ww]rong|[Nn]ot)\b")
 _SENTENCE_END = re.compile(
-    r"(?:[.!?](?=\s|$)|\*\*|<\||I hope it is|;\s(?![\s$]*-?\d)"
+    r"(?:[.!?](?=\s|$)(?!\s+(?:[Oo]r|[Mm]aybe|[Pp]erhaps)\b)|\*\*|<\||I hope it is|;\s(?![\s$]*-?\d)"
     r"|(?:,|\s)\s*(?:because|since|so|which|where|and not|not|in total)\b).*$",
     re.DOTALL,
 )

@@ -16,7 +16,7 @@ _UNICODE = {
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
     "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "⁄": "/", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "≅": r"\cong ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -68,6 +68,7 @@ def clean(text: str) -> str:
     text = re.sub(r"^((?:\\left)?[\[(][^,;()\[\]]+);([^,;()\[\]]+[\])])$", r"\1,\2", text)  # [1;4]
     text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(r"\mathrm{e}", "e").replace(r"\dfrac", r"\frac")
     text = re.sub(r"\\(?:sfrac|nicefrac)(?=\s*\{)", r"\\frac", text).replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = re.sub(r"\\([dt]?)binom\s*(\d)\s*(\d)", r"\\\1binom{\2}{\3}", text)
     text = re.sub(r"\\operatorname\s*\{\s*(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)\s*\}", r"\\\1 ", text)
     text = re.sub(r"^([\[\]])([^,;()\[\]]+)[,;]([^,;()\[\]]+)([\[\]])$", _outward, text)
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")

@@ -170,13 +170,28 @@ def _grpo(recipe: Recipe) -> list[str]:
         found.append("grpo.importance_sampling_level: the loss luspo needs sequence")
     if value("loss_type") == "vespo" and value("importance_sampling_level") != "token":
         found.append("grpo.importance_sampling_level: the loss vespo needs token")
+    own = batch // grpo_processes(recipe)
+    if not found and own % generations:
+        found.append(
+            f"grpo.learners: each of {grpo_processes(recipe)} has {own} of the {batch} completions of a batch ({source}), which "
+            f"is no multiple of grpo.num_generations {generations}: a group must be whole on one process"
+        )
+    if value("multi_objective_aggregation") == "normalize_then_sum" and recipe.grpo.baseline != "mean":
+        found.append("grpo.baseline: multi_objective_aggregation normalize_then_sum compares with the mean; leave baseline out")
     found += _correction(value) + _curriculum(recipe)
     if recipe.grpo.lora is not None and recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
         found.append("grpo.lora: adapters are merged whole, which deepspeed.stage 3 shards; use stage 0, 1 or 2")
     if recipe.grpo.extra_groups_ahead > recipe.grpo.max_extra_groups:
         ahead, most = recipe.grpo.extra_groups_ahead, recipe.grpo.max_extra_groups
         found.append(f"grpo.extra_groups_ahead: {ahead}, but grpo.max_extra_groups allows {most} extra groups a batch")
-    return found + (_split(recipe, batch) if recipe.grpo.placement == "split" else [])
+    if recipe.grpo.placement == "split":
+        return found + _split(recipe, batch)
+    if recipe.deepspeed is not None and recipe.deepspeed.stage == 3:
+        found.append(
+            "grpo.placement: colocated generates with whole weights, which deepspeed.stage 3 shards; use placement split, or "
+            "stage 0, 1 or 2"
+        )
+    return found
 
 
 def _correction(value: Callable[[str], Any]) -> list[str]:
@@ -186,7 +201,11 @@ def _correction(value: Callable[[str], Any]) -> list[str]:
     high = high if cap is None else cap
     if low is not None and high is not None and low >= high:
         return [f"grpo.vllm_importance_sampling_clip_min: {low} must be below vllm_importance_sampling_clip_max {high}"]
+    if high is not None and high <= 0:
+        return [f"grpo.vllm_importance_sampling_clip_max: {high} leaves no weight above 0; it must be above 0, or null"]
     mode = value("vllm_importance_sampling_mode")
+    if value("vllm_importance_sampling_correction") and mode.endswith("truncate") and low is None and high is None:
+        return [f"grpo.vllm_importance_sampling_clip_max: {mode} needs a bound, clip_max or clip_min"]
     if value("loss_type") == "vespo" and value("vllm_importance_sampling_correction") and not mode.startswith("token"):
         return [f"grpo.vllm_importance_sampling_mode: the loss vespo needs token_truncate or token_mask, not {mode}"]
     return []

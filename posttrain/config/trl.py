@@ -170,6 +170,8 @@ def check_argument(section: str, key: str, value: Any, own: tuple[str, ...] = ()
     types, _, choices = table[key]
     if (section, key) == ("grpo", "scale_rewards") and isinstance(value, bool):
         value = "group" if value else "none"
+    if key.endswith("_strategy") and value is False:
+        value = "no"  # which YAML takes for a truth value
     try:
         value = coerce(value, types)
     except ValueError:

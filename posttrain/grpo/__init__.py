@@ -4,6 +4,7 @@ train_stage.py  recipe -> model, prompts, rewards, generator, learner; resume, s
 learner.py      the one subclass of TRL's GRPOTrainer
 checks.py       what TRL's arguments must be for it
 adapters.py     LoRA: what is trained, and what it amounts to when merged
+schedule.py     batches, prompts and sampling of a run (a part of the learner)
 sampler.py      which prompt comes when
 curriculum.py   which prompt comes when, by measured pass rates
 source.py       what a learner gets of a batch, and the source on its own model

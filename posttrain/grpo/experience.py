@@ -79,10 +79,20 @@ def collate(
     Returns:
         prompt_ids, prompt_mask [B, P'] padded on the left; completion_ids, completion_mask [B, C] padded on the right, the mask
         0 on masked completions; advantages [B]; sampling_per_token_logps [B, C]; fresh [B, C], whether a token is of `version`;
-        and lists of B, which TRL's shuffling and
-        splitting of a batch takes along: prompt_lengths, completion_lengths (0 where masked), router_indices.
+        and lists of B, which TRL's shuffling and splitting of a batch takes along: prompt_lengths, completion_lengths (0 where
+        masked), router_indices.
+
+    Raises:
+        ValueError: a log-probability is not finite, or router choices are missing.
     """
     completions = [completion for group in groups for completion in group.completions]
+    for completion in completions:
+        # One of them would make the loss, and with it every weight, NaN.
+        if not np.isfinite(completion.plain_logprobs if plain_logprobs else completion.logprobs).all():
+            raise ValueError(
+                f"{completion.request_id}, sample {completion.sample}: the generator's log-probabilities are not finite, so that "
+                "nothing can be trained on them; the weights or the kernels are broken: look at grad_norm of the steps before"
+            )
     masks = [flag for flags in masked for flag in flags]
     inputs: dict[str, Any] = {
         "prompt_ids": _pad([c.prompt_ids for c in completions], pad_token_id, left=True),

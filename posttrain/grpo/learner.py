@@ -21,6 +21,7 @@ Where this departs from plain TRL:
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,13 +38,13 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
+from posttrain.errors import PosttrainError
 from posttrain.grpo.adapters import lora_config, merged_state, train_adapters_alone
 from posttrain.grpo.checks import check_learner_arguments
-from posttrain.grpo.curriculum import Curriculum
 from posttrain.grpo.experience import collate
 from posttrain.grpo.forward import packed_logprobs
-from posttrain.grpo.measures import Measures
-from posttrain.grpo.sampler import PromptSampler
+from posttrain.grpo.measures import Measures, StepClock
+from posttrain.grpo.schedule import Schedule
 from posttrain.grpo.scoring import Scored, Scorer
 from posttrain.grpo.source import Collected, Generate, OwnSource
 from posttrain.runtime.checkpoints import AtomicCheckpoints, shared_atomic_directory
@@ -60,7 +61,7 @@ Collect = Callable[[list[dict[str, Any]], int], Collected]
 NOT_UPDATE = ("generate", "reward", "logprobs", "sync", "wait")
 
 
-class Learner(AtomicCheckpoints, GRPOTrainer):
+class Learner(AtomicCheckpoints, Schedule, GRPOTrainer):
     """GRPOTrainer whose completions come from `generate` and whose log-probabilities come from packed forwards.
 
     Args:
@@ -114,6 +115,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         self._record = record
         self._rows: dict[str, Any] = {}
         self._measures = Measures()
+        self._step_clock = StepClock(self._measures)
         # TRL would load the reference from `config._name_or_path` with classes it knows; ours is a copy, made before the head is
         # patched. A resumed run starts from the same checkpoint and loads the trained weights later, so the copy is the same.
         # Under PEFT the reference is the model without its adapter, which TRL knows how to find.
@@ -134,6 +136,7 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         if reference is not None:
             args.beta = self.beta = beta
             self.ref_model = self._prepare_reference(reference)
+        self.add_callback(self._step_clock)
         self.curriculum = None if curriculum is None else self._make_curriculum(curriculum)
         # TRL then asks for the auxiliary loss, scales it for gradient accumulation and logs it as `aux_loss`.
         if getattr(model.config, "balance_loss_coef", 0.0) and getattr(model.config, "sse_layers", None):
@@ -149,62 +152,10 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
             return prepare_deepspeed(model, self.accelerator)
         return self.accelerator.prepare_model(model, evaluation_mode=True)
 
-    # What the run looks like
-
-    @property
-    def steps_per_batch(self) -> float:
-        """Optimiser steps that one generation batch serves; below 1 where a step takes several batches."""
-        return self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
-
-    @property
-    def batch_number(self) -> int:
-        """The generation batch that the next micro-step belongs to, counted over the whole run."""
-        accumulation = self.args.gradient_accumulation_steps
-        micro_steps = self.state.global_step * accumulation + self._step % accumulation
-        return micro_steps // (self.args.steps_per_generation * self.num_iterations)
-
-    def at_boundary(self, step: int) -> bool:
-        """Whether the next step after `step` starts with a generation: a checkpoint there loses and repeats nothing."""
-        return (step * self.args.gradient_accumulation_steps) % (self.args.steps_per_generation * self.num_iterations) == 0
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """How completions are drawn, as `build_requests` takes it."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k or 0,
-            "min_p": self.min_p or 0.0,
-            "max_tokens": self.max_completion_length,
-            "stop": self._stop_strings,
-            "run_seed": self.args.seed,
-        }
+    # What the run looks like is in `Schedule`
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         return self.prompt_sampler(dataset)
-
-    def prompt_sampler(self, dataset: Dataset | None = None) -> PromptSampler:
-        """The order of the prompts (by default the learner's) in this run."""
-        repeat_count = self.num_iterations * self.args.steps_per_generation
-        micro_steps = self.args.max_steps * self.args.gradient_accumulation_steps
-        return PromptSampler(
-            len(self.train_dataset if dataset is None else dataset),
-            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
-            num_generations=self.num_generations,
-            repeat_count=repeat_count,
-            num_batches=-(-micro_steps // repeat_count),
-            shuffle=bool(self.shuffle_dataset),
-            seed=self.args.seed,
-        )
-
-    def _make_curriculum(self, given: dict[str, Any]) -> Curriculum:
-        return Curriculum(
-            self.prompt_sampler(),
-            num_prompts=len(self.train_dataset),
-            prompts_per_batch=self.args.generation_batch_size // self.num_generations,
-            seed=self.args.seed,
-            **given,
-        )
 
     def generator_weights(self) -> Mapping[str, torch.Tensor]:
         """Every weight of the policy as a generator of its own loads it, this model's own tensors where nothing is merged."""
@@ -249,6 +200,8 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         self._log_batch(scored)
         with self._measures.clock.measure("logprobs"):
             self._add_logprobs(batch)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         if self._record is not None:
             # Steps are counted from 1 in everything that a user reads.
             records = gather_object(scored.records(step + 1))
@@ -330,8 +283,16 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
         before = time.perf_counter()
         elsewhere = sum(self._measures.clock[name] for name in NOT_UPDATE)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        # Reading it waits for the GPU, which the seconds need; the loop does so right afterwards, to hide a NaN from the log.
+        value = loss.item()
         elsewhere = sum(self._measures.clock[name] for name in NOT_UPDATE) - elsewhere
-        self._measures.clock.add("update", time.perf_counter() - before - elsewhere)
+        self._step_clock.since = time.perf_counter()
+        self._measures.clock.add("update", self._step_clock.since - before - elsewhere)
+        if not math.isfinite(value):
+            raise PosttrainError(
+                f"the loss is {value} in step {self.state.global_step + 1}: the optimiser would make every weight NaN. Look at "
+                "grad_norm and mismatch_k3 of the steps before; --resume goes on from the last checkpoint"
+            )
         return loss
 
     def compute_loss(
@@ -431,11 +392,16 @@ class Learner(AtomicCheckpoints, GRPOTrainer):
 
     def _note(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+            if name == "num_tokens" or name.startswith("buffer/"):
+                self._metrics["train"][name] = [value]  # a count over the run: TRL logs the mean of what is in the list
+            else:
+                self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
-            self._note(self._measures.at_log(self.accelerator))
+            steps = self.state.global_step - self._step_clock.logged
+            self._step_clock.logged = self.state.global_step
+            self._note(self._measures.at_log(self.accelerator, steps))
         super().log(logs, start_time)
 
     # TRL's token and flop counters walk the model at every step; the batch here is a list of rows, which they can't count anyway.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TrainerCallback
 
 from posttrain.grpo.correction import importance_weights
 from posttrain.grpo.metrics import (
@@ -35,7 +37,8 @@ class Measures:
 
     def __init__(self) -> None:
         self.clock, self.mismatch, self.weights = Clock(), Sums(), WeightStatistics()
-        self._sampled_tokens = self._trained_tokens = 0
+        self._sampled_tokens = self._passed_over_tokens = self._trained_tokens = 0
+        self._since = time.perf_counter()
 
     def compare(self, logps: torch.Tensor, batch: dict[str, Any], correction: Any) -> torch.Tensor | None:
         """Measure the mismatch of a batch between its generator's log-probabilities and the trainer's `logps` [B, C].
@@ -74,12 +77,14 @@ class Measures:
         found = self.answers(collected)
         counts = {
             **collected.counts(),
+            "passed_over_tokens": float(collected.tokens_passed_over),
             "right": float(sum(right for _, right, _ in found)),
             "judged": float(sum(judged for _, _, judged in found)),
         }
         sums: Any = accelerator.reduce(torch.tensor([*counts.values()], device=accelerator.device), reduction="sum")
         counts = dict(zip(counts, sums.tolist(), strict=True))
         right, judged = counts.pop("right"), counts.pop("judged")
+        self._passed_over_tokens += int(counts.pop("passed_over_tokens"))
         return {**collected.metrics, **counts, **({"pass_rate": right / judged} if judged else {})}
 
     def batch(self, scored: Scored, accelerator: Accelerator, *, passes: int, tokens_seen: int, gather: Any) -> Metrics:
@@ -112,8 +117,8 @@ class Measures:
         summed: Any = accelerator.reduce(torch.from_numpy(counts).to(accelerator.device), reduction="sum")
         return router_metrics(summed.cpu().numpy())
 
-    def at_log(self, accelerator: Accelerator) -> Metrics:
-        """What has gathered since the last log; every process must ask."""
+    def at_log(self, accelerator: Accelerator, steps: int) -> Metrics:
+        """What has gathered since the last log, `steps` optimiser steps ago; every process must ask."""
         metrics: Metrics = {}
         sums = self.mismatch.take()
         if sums is not None:
@@ -121,17 +126,47 @@ class Measures:
         metrics |= self.weights.take(accelerator)
         seconds = self.clock.take()
         if seconds:
-            metrics |= {f"time/{name}": value for name, value in seconds.items()}
+            metrics |= {f"time/{name}": value / max(steps, 1) for name, value in seconds.items()}
             metrics |= self._speeds(seconds)
-        self._sampled_tokens = self._trained_tokens = 0
+        self._sampled_tokens = self._passed_over_tokens = self._trained_tokens = 0
         return metrics
 
+    def start(self) -> None:
+        """The first step begins now."""
+        self._since = time.perf_counter()
+
     def _speeds(self, seconds: dict[str, float]) -> Metrics:
-        """Tokens a second: of the whole step, and of each side while it was at work, as far as this process knows it."""
-        speeds = {"tokens_per_second": self._sampled_tokens / max(sum(seconds.values()), 1e-9)}
+        """Tokens a second: trained ones by the clock on the wall, whatever the time went into (checkpoints too), and those of
+        each side while it was at work, as far as this process knows it."""
+        since, self._since = self._since, time.perf_counter()
+        speeds = {"tokens_per_second": self._sampled_tokens / max(self._since - since, 1e-9)}
         learning = seconds.get("update", 0.0) + seconds.get("logprobs", 0.0)
         if learning:
             speeds["learner/tokens_per_second"] = self._trained_tokens / learning
         if seconds.get("generate"):
-            speeds["generator/tokens_per_second"] = self._sampled_tokens / seconds["generate"]
+            speeds["generator/tokens_per_second"] = (self._sampled_tokens + self._passed_over_tokens) / seconds["generate"]
         return speeds
+
+
+class StepClock(TrainerCallback):
+    """Counts what stands between a step's last backward and its end as update: clipping and the optimiser.
+
+    Args:
+        measures: whose clock it is.
+
+    Attributes:
+        since: end of the last backward; logged: step of the last log. The learner sets both.
+    """
+
+    def __init__(self, measures: Measures) -> None:
+        self._measures = measures
+        self.since, self.logged = 0.0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._measures.start()
+        self.logged = state.global_step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._measures.clock.add("update", time.perf_counter() - self.since)

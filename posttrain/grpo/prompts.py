@@ -110,9 +110,9 @@ def _check_column(name: str, values: list[Any], source: str) -> None:
 
 
 def prompts_per_batch(recipe: Recipe) -> int:
-    """Different prompts that one generation of one process takes, by TRL's rules for its batch arguments."""
+    """Different prompts that one generation batch of all learners takes, by TRL's rules for its batch arguments."""
     rows = recipe.argument("grpo", "generation_batch_size")
     if rows is None:
         steps = recipe.argument("grpo", "steps_per_generation") or recipe.argument("grpo", "gradient_accumulation_steps")
-        rows = recipe.argument("grpo", "per_device_train_batch_size") * steps
+        rows = recipe.argument("grpo", "per_device_train_batch_size") * recipe.grpo.learners * steps
     return max(1, rows // recipe.argument("grpo", "num_generations"))

@@ -258,7 +258,9 @@ class Scorer:
     def _final(self, total: torch.Tensor, parts: dict[str, torch.Tensor], truncated: torch.Tensor) -> torch.Tensor:
         if self._aggregation == "normalize_then_sum":
             weights = torch.tensor([reward.weight for reward in self._rewards.rewards])
-            total = normalise_then_sum(torch.stack([parts[reward.name] for reward in self._rewards.rewards], dim=-1), weights)
+            stacked = torch.stack([parts[reward.name] for reward in self._rewards.rewards], dim=-1)
+            # Where a required reward is missing there is no total, and what the others said is no part of the statistics.
+            total = normalise_then_sum(stacked.masked_fill(total.isnan().unsqueeze(-1), torch.nan), weights)
         return penalise_truncated(total, truncated, self._penalty) if self._truncated == "penalise" else total
 
     def _advantages(self, rewards: torch.Tensor, gather: Gather) -> torch.Tensor:

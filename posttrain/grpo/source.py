@@ -25,6 +25,7 @@ class Collected:
         rows: the prompts: the batch's own, and extra ones in place of some.
         passed_over: prompts that were sampled and are not in it, and their ratings (None where there are none).
         short: groups of it that teach nothing, for want of extra ones.
+        tokens_passed_over: of the prompts that are not in it, where this process sampled them.
         version: of the learner; stale: whether any token is of an older one.
         metrics: of the source, the same on every rank that knows them; seconds: by what they were spent on.
     """
@@ -34,6 +35,7 @@ class Collected:
     ratings: Ratings
     passed_over: tuple[list[dict[str, Any]], Ratings] | None = None
     short: int = 0
+    tokens_passed_over: int = 0
     version: int
     stale: bool
     metrics: dict[str, float] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class OwnSource:
             ratings=picked(ratings, choice.take),
             passed_over=([made[candidate] for candidate in others], picked(ratings, others)) if others else None,
             short=choice.short,
+            tokens_passed_over=sum(len(completion.token_ids) for candidate in others for completion in completions[candidate]),
             version=step,
             stale=False,
             seconds=seconds,

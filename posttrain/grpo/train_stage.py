@@ -18,6 +18,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from posttrain.config import Recipe
 from posttrain.errors import CheckpointError, DataError, PosttrainError
 from posttrain.grpo.callbacks import GenerationStopped, RunCallback
+from posttrain.grpo.curriculum import Curriculum
 from posttrain.grpo.learner import Learner
 from posttrain.grpo.prompts import load_prompts
 from posttrain.grpo.rollouts import write_rollouts
@@ -141,6 +142,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
         policy.progress = lambda: callback.progress(learner.state.global_step, args.max_steps)
         policy.eos_token_ids = learner.eos_token_ids
         if split is not None:
+            check_round(learner.curriculum, recipe.grpo.max_staleness, len(prompts))
             split.attach(learner)
             split.progress = policy.progress
             learner.add_callback(split)
@@ -149,6 +151,15 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
         if split is not None:
             split.close()
         rewards.close()
+
+
+def check_round(curriculum: Curriculum | None, max_staleness: int, num_prompts: int) -> None:
+    """Raises DataError where few prompts make a curriculum's rounds so short that generators would be ahead of the draw."""
+    if curriculum is not None and curriculum.every_batches < max_staleness:
+        raise DataError(
+            f"grpo.curriculum: {num_prompts} prompts make rounds of {curriculum.every_batches} batches, but grpo.max_staleness "
+            f"{max_staleness} lets generators run further ahead, for which no prompts are drawn; give more prompts, or lower it"
+        )
 
 
 class Policy:

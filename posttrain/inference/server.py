@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import random
 import threading
@@ -168,7 +169,7 @@ class ServerBackend:
             raise BackendError(self._refusal(answer, name))
         try:
             return self._text(prompt, sample, answer.json())
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             return Failure(f"an answer that is not OpenAI's ({type(error).__name__}: {error}): {self._said(answer)}")
 
     def _route(self) -> str:
@@ -209,7 +210,9 @@ class ServerBackend:
             text = _written(choice["text"])
             # the first entry of an echoed prompt has none
             listed = [value for value in (choice.get("logprobs") or {}).get("token_logprobs") or [] if value is not None]
-        logprobs = tuple(map(float, listed)) if all(isinstance(value, int | float) for value in listed) else ()
+        # NaN, which some servers send, is no JSON: it would make the line on disk unreadable to others
+        usable = all(isinstance(value, int | float) and math.isfinite(value) for value in listed)
+        logprobs = tuple(map(float, listed)) if usable else ()
         tokens = _whole(usage.get("completion_tokens"))
         return Text(
             prompt_id=prompt.id,
@@ -244,7 +247,7 @@ class ServerBackend:
     def _said(self, answer: httpx.Response) -> str:
         """The server's own words, short, without the key: some servers repeat it in their error."""
         said = answer.text
-        with suppress(ValueError, AttributeError, TypeError):
+        with suppress(ValueError, AttributeError, TypeError, RecursionError):
             content = json.loads(said)
             error = content.get("error", content)
             said = str(error.get("message", error) if isinstance(error, dict) else error)
@@ -288,7 +291,7 @@ def _written(content: Any) -> str:
 
 def _whole(count: Any) -> int | None:
     """A count of tokens; None where the server gives none, or something else."""
-    return count if isinstance(count, int) and not isinstance(count, bool) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
 
 
 def with_reasoning(reasoning: str | None, content: str | None) -> str:

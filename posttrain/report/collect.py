@@ -129,7 +129,10 @@ def _rollouts(folder: Path) -> list[dict[str, Any]]:
     for file in _thin(sorted(folder.glob("step-*.parquet")), MAX_ROLLOUT_STEPS):
         # A step's rows come group by group: the first ones are whole groups.
         with _damage_named(file):
-            rows = pq.read_table(file, columns=columns).slice(0, MAX_SAMPLES_PER_STEP).to_pylist()
+            with pq.ParquetFile(file) as table:
+                # Not the whole file: a step of a thousand completions of 32K tokens is a hundred megabytes of text.
+                first = next(table.iter_batches(batch_size=MAX_SAMPLES_PER_STEP, columns=columns), None)
+            rows = [] if first is None else first.to_pylist()
         for row in rows:
             texts = {name: _shorten(row[name]) for name in ("prompt", "completion")}
             samples.append({**row, **texts, "rewards": dict(row["rewards"] or [])})

@@ -51,7 +51,7 @@ class Generator:
             (`update_weights`).
         return_router_indices: completions carry the router's choices, [layers, T, R] over all tokens but the last
             (None from a model without routers).
-        on_token: called with a `StreamedToken` for each token.
+        on_token: called with a `StreamedToken` for each token, within a step: it may submit, restore and abort, no more.
         memory_fraction: part of a GPU's free memory that states, keys and values may take. Where not all sequences fit at
             max_length, the youngest wait in host memory when it runs short.
         kv_tokens: tokens of keys and values in all, in place of what memory allows.
@@ -98,8 +98,6 @@ class Generator:
         self.max_length = max_length
         self.unfinished = _known(unfinished)
         config = config_of(model)
-        if exact:
-            make_exact(model)
         parameter = next(model.parameters())
         self._vocab_size = config.vocab_size
         routed = return_router_indices and bool(config.sse_layers)
@@ -107,6 +105,8 @@ class Generator:
             config, max_sequences=max_sequences, max_length=max_length, device=parameter.device, dtype=parameter.dtype,
             kv_tokens=kv_tokens, memory_fraction=memory_fraction, router=routed, max_prefill_tokens=max_prefill_tokens,
         )  # fmt: skip
+        if exact:
+            make_exact(model)
         logger.info(self.memory.describe())
         self._runner = Runner(model, config, self.memory, ends=eos_token_ids, router=routed, graphs=cuda_graphs)
         self._scheduler = Scheduler(max_sequences, max_prefill_tokens, self._runner)
@@ -314,8 +314,9 @@ class Generator:
         """
         group = self._group(request_of(snapshot))
         fill_group(
-            group, snapshot, layout=self._runner.layout(), needs_router=self._runner.router is not None, recompute=recompute
-        )
+            group, snapshot, layout=self._runner.layout(), vocab_size=self._vocab_size,
+            needs_router=self._runner.router is not None, recompute=recompute,
+        )  # fmt: skip
         self._scheduler.add(group)
         return group.request.id
 

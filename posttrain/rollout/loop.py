@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.errors import PosttrainError
 from posttrain.rollout.decode_batch import DecodeBatch, Flight
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.sampling import Reading, kind_of
@@ -43,9 +44,15 @@ class Loop:
         self.flight: Flight | None = None
         self.generated_tokens = self.prefilled_tokens = self.recomputed_tokens = self.retracted = 0
         self._batch: DecodeBatch | None = None
+        self._telling = False
 
     def step(self) -> None:
-        """Moves every running sequence by one token."""
+        """Moves every running sequence by one token.
+
+        Raises:
+            PosttrainError: called by a listener, within a step.
+        """
+        self._refuse_listener()
         try:
             self._step()
         except BaseException:
@@ -187,7 +194,8 @@ class Loop:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Reads what is in flight: tokens and states then belong together."""
+        """Reads what is in flight: tokens and states then belong together. Raises as `step` does."""
+        self._refuse_listener()
         flight, self.flight = self.flight, None
         if flight is not None:
             self._collect(flight)
@@ -208,14 +216,28 @@ class Loop:
             if reason is not None:
                 self.done.append(self.completion(sequence, reason))
                 self.scheduler.finish(sequence)
-            if self.on_token is not None:
-                self.on_token(sequence.streamed(reason))
+            self._tell(sequence, reason)
         self.scheduler.keep_running()
         for group in broken.values():
-            # Attention multiplies a slot's stale rows by 0: no NaN may stay.
-            self.runner.cache.reset(self.scheduler.slots_of(group))
             self.scheduler.remove(group)
         self.broken += broken
+
+    def _tell(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        if self.on_token is None:
+            return
+        self._telling = True
+        try:
+            self.on_token(sequence.streamed(reason))
+        finally:
+            self._telling = False
+
+    def _refuse_listener(self) -> None:
+        # Half of a step's tokens are appended then, and a step more may be on its way.
+        if self._telling:
+            raise PosttrainError(
+                "on_token called step(), generate(), snapshot() or update_weights(), but within a step only submit(), restore() "
+                "and abort() are possible; do the others after step() has returned"
+            )
 
     # -- what a sequence leaves with --------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posttrain.models.paged import upload
+
 
 class RouterLog:
     """Buffer [slots + 1, max_length, layers, R], written where the model ran; one sequence's part leaves it as [layers, T, R].
@@ -29,7 +31,7 @@ class RouterLog:
 
     def fork(self, source: int, copies: list[int], length: int) -> None:
         if copies:
-            self._log[copies, :length] = self._log[source, :length]
+            self._log[upload(copies, torch.int64, self._log.device), :length] = self._log[source, :length]
 
     def take(self, slot: int, length: int) -> Tensor:
         """[layers, length, R] on the host."""

@@ -60,7 +60,7 @@ class Limits:
         """From the values of a `Request`."""
         if temperature < GREEDY_BELOW:
             return cls(temperature=0.0, top_k=NO_TOP_K, top_p=1.0, min_p=0.0)
-        return cls(temperature=temperature, top_k=top_k or NO_TOP_K, top_p=top_p, min_p=min_p)
+        return cls(temperature=temperature, top_k=min(top_k or NO_TOP_K, NO_TOP_K), top_p=top_p, min_p=min_p)
 
     @property
     def cuts(self) -> bool:

@@ -180,9 +180,6 @@ class Scheduler:
         """Drops the sequences that lost their slot from `running`."""
         self.running = [sequence for sequence in self.running if sequence.slot is not None]
 
-    def slots_of(self, group: Group) -> list[int]:
-        return [slot for slot in (group.slot, *(sequence.slot for sequence in group.started.values())) if slot is not None]
-
     def remove(self, group: Group) -> None:
         """Forgets a group and everything it holds."""
         self._drop_prompt(group)

@@ -87,12 +87,20 @@ def request_of(snapshot: dict[str, Any]) -> Request:
     return Request(**{**snapshot["request"], "stop": tuple(snapshot["request"]["stop"])})
 
 
-def fill_group(group: Group, snapshot: dict[str, Any], *, layout: dict[str, Any], needs_router: bool, recompute: bool) -> None:
+def fill_group(
+    group: Group,
+    snapshot: dict[str, Any],
+    *,
+    layout: dict[str, Any],
+    vocab_size: int,
+    needs_router: bool,
+    recompute: bool,
+) -> None:
     """Gives a new group the samples of a snapshot; `recompute`: without their states.
 
     Raises:
-        ValueError: a sample has run past what this generator's context allows, its cache has another layout, or it lacks the
-            router choices that it must return.
+        ValueError: a sample has run past what this generator's context allows or holds a token that this model lacks, its cache
+            has another layout, or it lacks the router choices that it must return.
     """
     request_id = group.request.id
     group.pending.clear()
@@ -102,6 +110,12 @@ def fill_group(group: Group, snapshot: dict[str, Any], *, layout: dict[str, Any]
             raise ValueError(
                 f"request {request_id}: sample {saved['sample']} has {len(saved['token_ids'])} tokens, but this generator's "
                 f"context leaves {group.limit}; restore it on one with a larger max_length"
+            )
+        highest = max(saved["token_ids"], default=0)
+        if highest >= vocab_size:
+            raise ValueError(
+                f"request {request_id}: sample {saved['sample']} holds token id {highest}, which is outside the vocabulary, 0 to "
+                f"{vocab_size - 1}; the snapshot is of another model"
             )
         sequence = Sequence.start(group, saved["sample"])
         for name in _LISTS:

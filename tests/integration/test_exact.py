@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.kernels import backend
 from posttrain.kernels.backend import use_fused_backend
 from posttrain.kernels.sse import use_backend
 from posttrain.models import cache
@@ -122,7 +123,7 @@ def test_gradients_are_those_of_the_ordinary_model(interpreted):
             assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm() + 1e-7, name
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
     assert "sse_gdn" in str(why_not_exact(tiny_model(["sse", "sse_gdn"])))
     model = tiny_model(["sse"])
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 48)
@@ -130,6 +131,15 @@ def test_refusals():
         make_exact(model)
     with pytest.raises(ValueError, match="for strict mode"):
         tiny_model(["sse"])(input_ids=torch.tensor([[1, 2]]), score_labels=torch.tensor([[2, -100]]))
+    monkeypatch.setattr(backend, "_interpreted", lambda: False)
+    assert why_not_exact(tiny_model(["sse"])) == "its kernels need a GPU, but the model lies on cpu"
+
+
+def test_a_generator_that_was_not_made_leaves_the_model_alone():
+    model = tiny_model(["sse"])
+    with pytest.raises(ValueError, match="memory_fraction=2"):
+        Generator(model, eos_token_ids=[], max_sequences=1, max_length=8, memory_fraction=2, exact=True)
+    assert not is_exact(model)
 
 
 TYPES = ["sse", "full_attention", "sse", "sliding_attention"]

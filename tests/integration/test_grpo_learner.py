@@ -12,6 +12,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from posttrain.data.tokenizer import arithmetic_tokenizer
+from posttrain.errors import PosttrainError
 from posttrain.grpo.learner import Learner
 from posttrain.grpo.rollouts import write_rollouts
 from posttrain.grpo.scoring import Scorer
@@ -324,6 +325,32 @@ class StopAfter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch) -> None:
+    learner = make(tmp_path)
+    plain = learner._compute_loss
+    monkeypatch.setattr(learner, "_compute_loss", lambda model, inputs: plain(model, inputs) * float("nan"))
+    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
+    with pytest.raises(PosttrainError, match="the loss is nan in step 1"):
+        learner.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_seconds_are_those_of_a_step_and_counts_those_of_the_run(tmp_path: Path) -> None:
+    learner = make(tmp_path, logging_steps=4)
+    at_log, seen = learner._measures.at_log, []
+
+    def count(accelerator, steps: int):
+        seen.append((steps, dict(learner._measures.clock._seconds)))
+        return at_log(accelerator, steps)
+
+    learner._measures.at_log = count  # type: ignore[method-assign]
+    learner.train()
+    steps, seconds = seen[0]
+    logged = learner.state.log_history[0]
+    assert steps == 4 and logged["time/update"] == pytest.approx(seconds["update"] / 4)
+    assert logged["num_tokens"] == learner.state.num_input_tokens_seen
 
 
 def rollout(folder: Path, step: int) -> list[dict[str, Any]]:

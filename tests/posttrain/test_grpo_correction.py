@@ -106,6 +106,10 @@ def test_a_recipe_takes_trls_names() -> None:
         ({"vllm_importance_sampling_mode": "token_clip"}, "must be one of token_truncate"),
         ({"vllm_importance_sampling_clip_min": 3.0}, "clip_min: 3.0 must be below vllm_importance_sampling_clip_max 3.0"),
         ({"loss_type": "vespo"}, "vespo needs token_truncate or token_mask, not sequence_mask"),
+        ({"vllm_importance_sampling_clip_max": 0}, "clip_max: 0.0 leaves no weight above 0"),
+        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "needs a bound"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "baseline": "leave_one_out"}, "leave baseline out"),
+        ({"learners": 2, "per_device_train_batch_size": 2}, "each of 2 has 2 of the 4 completions of a batch"),
         ({"vllm_mode": "colocate"}, "posttrain's own generator draws the completions"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, DataError
 from posttrain.grpo.curriculum import Curriculum, weight
 from posttrain.grpo.sampler import PromptSampler
 from posttrain.grpo.split.buffer import ExperienceBuffer
+from posttrain.grpo.train_stage import check_round
 from tests.posttrain.test_grpo_split_buffer import group, split_recipe
 
 
@@ -100,6 +102,27 @@ def test_the_buffer_gives_out_what_the_learner_chose(tmp_path: Path) -> None:
     made.ack("one", 0)
     made.advance("one", 1, {1: [4, 5, 6], 2: [1, 2, 3]})
     assert made.sync("a", version=1, holding=[3, 4], want=9).prompts == {6: 1, 7: 2}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_few_prompts_leave_no_room_to_run_ahead(prompts: int, ahead: int) -> None:
+    """A batch of one prompt: as many batches a round as there are prompts."""
+    sampler = PromptSampler(prompts, prompts_per_batch=1, num_generations=2, repeat_count=1, num_batches=12, shuffle=True, seed=0)
+    made = Curriculum(sampler, num_prompts=prompts, prompts_per_batch=1, every_batches=16, floor=0.05, memory=0.5, seed=0)
+
+    def run() -> list[list[int]]:
+        drawn = []
+        for batch in range(12):
+            drawn.append(made.batch(batch + ahead))
+            made.record(batch, [(made.batch(batch)[0], 0, 2)])
+        return drawn
+
+    refused = ahead > prompts
+    with pytest.raises(DataError, match=f"{prompts} prompts make rounds of {prompts}") if refused else nullcontext():
+        check_round(made, ahead, prompts)
+    with pytest.raises(ValueError, match="not measured") if refused else nullcontext():
+        assert all(len(drawn) == 1 for drawn in run())
 
 
 def test_what_a_recipe_must_have() -> None:

@@ -209,6 +209,17 @@ def test_the_buffer_takes_what_the_learner_would_whatever_comes_first(tmp_path, 
     served.close()
 
 
+def test_a_flat_group_is_a_sign_of_life_too(tmp_path) -> None:
+    made, served = plan(2), buffer(tmp_path, 2)
+    served.attach("one", 0)
+    slots = (0, 2)  # one of the batch's own, and an extra one
+    seen = [served.lease("one", 0)]
+    for slot in slots:
+        served.put(replace(rated(slot, made), flat=True))
+        seen.append(served.lease("one", 0))
+    assert [lease.ready for lease in seen] == [0, 0, 0] and [lease.made for lease in seen] == [0, 1, 2]
+
+
 def test_what_is_needed_no_more_is_dropped_and_not_kept(tmp_path) -> None:
     made = plan(4)
     served = buffer(tmp_path, 4, ahead=4)

@@ -9,7 +9,7 @@ pytest.importorskip("math_verify")
 from posttrain.config import Recipe
 from posttrain.data.tokenizer import arithmetic_tokenizer
 from posttrain.errors import DataError
-from posttrain.grpo.prompts import make_prompts
+from posttrain.grpo.prompts import make_prompts, prompts_per_batch
 
 GOLDS = ["3", r"\frac{1}{2}", r"\frac{1}{", "7", r"\left(", "9", "11"]
 
@@ -51,3 +51,9 @@ def test_rewards_that_read_no_gold_keep_every_prompt(tmp_path):
 def test_too_few_that_can_be_read(tmp_path):
     with pytest.raises(DataError, match="3 prompts, but one generation batch needs 4"):
         make_prompts(recipe(tmp_path, 4), arithmetic_tokenizer())
+
+
+def test_all_learners_share_a_batch(tmp_path):
+    one = recipe(tmp_path, 7)
+    assert prompts_per_batch(one) == 4
+    assert prompts_per_batch(one.model_copy(update={"grpo": one.grpo.model_copy(update={"learners": 3})})) == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -134,6 +135,25 @@ def test_collate_by_hand():
             version=7,
             replay_router=True,
         )
+
+
+def test_what_a_required_reward_did_not_judge_is_left_out_of_normalised_sums_too():
+    required = Reward(name="a", function=lambda **_: [None, 1.0, 0.0, 1.0], required=True)
+    other = Reward(name="b", function=lambda **_: [9.0, 0.0, 1.0, 1.0])
+    made = Scorer(RewardSet([required, other]), lambda rows: [""] * len(rows), aggregation="normalize_then_sum")
+    scored = made.score(ROWS[:1], COMPLETIONS[:1], gather=lambda x: x)
+    assert scored.masked[0][0] and scored.groups[0].rewards[0] is None and scored.groups[0].advantages[0] == 0
+    # a: 1 0 1 and b: 0 1 1 have mean 2/3 and deviation 1/sqrt(3), so that the sums are -1, -1, 2 times 1/sqrt(3).
+    scale = 1 / 3 / (3**-0.5 + 1e-4)
+    assert scored.groups[0].rewards[1:] == pytest.approx((-scale, -scale, 2 * scale), rel=1e-5)
+
+
+def test_log_probabilities_that_are_not_finite_are_refused():
+    scored = score()
+    broken = Completion(**{**vars(COMPLETIONS[0][1]), "logprobs": [math.nan]})
+    groups = [replace(scored.groups[0], completions=(COMPLETIONS[0][0], broken, *COMPLETIONS[0][2:]))]
+    with pytest.raises(ValueError, match="0, sample 1: the generator's log-probabilities are not finite"):
+        collate(groups, pad_token_id=0, masked=scored.masked[:1], version=7)
 
 
 def test_rollout_table(tmp_path: Path):

@@ -140,6 +140,21 @@ def test_what_is_odd_beside_a_good_answer_costs_nothing():
     assert {text.mean_logprob for text in texts} == {None}
 
 
+def test_numbers_that_are_none_are_left_out():
+    """NaN and infinity are no JSON, and a negative count is no count."""
+    content = [{"token": "a", "logprob": float("nan")}, {"token": "b", "logprob": float("-inf")}]
+    answer = chat("good", tokens=-3)
+    answer["choices"][0]["logprobs"] = {"content": content}
+    with serving(lambda *_: answer) as served:
+        [text] = backend(served, logprobs=True).generate(prompts(1, 1))
+    assert (text.text, text.tokens, text.mean_logprob, text.logprobs) == ("good", None, None, None)
+
+
+def test_brackets_without_end_are_an_answer_that_is_not_openais():
+    with serving(lambda *_: (200, "[" * 100_000)) as served, pytest.raises(BackendError, match=r"failed 2 times.*not OpenAI's"):
+        list(backend(served, retries=1).generate(prompts(1, 1)))
+
+
 def test_half_a_surrogate_pair_can_be_written_to_a_file():
     with serving(lambda *_: chat("so \\boxed{4} \ud83d", reasoning_content="\udc00")) as served:
         [text] = backend(served).generate(prompts(1, 1))

@@ -233,6 +233,28 @@ def test_a_listener_may_abort(hybrid):
     assert [c.finish_reason for c in groups[1]] == ["length"]
 
 
+@pytest.mark.parametrize("read_late", [False, True])
+@pytest.mark.parametrize("name", ["step", "generate", "snapshot", "update_weights"])
+def test_a_listener_may_not_move_the_engine(hybrid, name, read_late):
+    """Half of a step's tokens are appended while it listens: it is told so, and no sample changes."""
+    requests = make_requests(3, seed=4)
+    alone = by_sample(completion for group in make_generator(hybrid).generate(requests) for completion in group)
+    refused = []
+
+    def listen(token: StreamedToken) -> None:
+        other = [Request(prompt_ids=[4])]
+        given = {"generate": (other,), "snapshot": (token.request_id,), "update_weights": (1,)}.get(name, ())
+        if token.index == 1:
+            with pytest.raises(PosttrainError, match="after step"):
+                getattr(generator, name)(*given)
+            refused.append(token)
+
+    generator = make_generator(hybrid, on_token=listen, read_late=read_late)
+    for request in requests:
+        generator.submit(request)
+    assert by_sample(run_out(generator)) == alone and refused
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -37,6 +39,35 @@ def test_slots_of_a_broken_request_are_clean_again(types):
             generator.generate([Request(prompt_ids=[5, 6, 7, 8, 9, poison], n=4, max_tokens=3)])
     after = generator.generate([good])[0]
     assert [(c.token_ids, c.logprobs) for c in after] == [(c.token_ids, c.logprobs) for c in before]
+
+
+@pytest.mark.parametrize("read_late", [False, True])
+@pytest.mark.parametrize("end", ["abort", "update"])
+@pytest.mark.parametrize("types", TYPES)
+def test_what_ends_before_its_nan_was_seen_harms_nobody(types, end, read_late):
+    """A request leaves NaN in states and pages, and goes before its logits were read: while its prompt is read in pieces, or
+    with its first tokens on their way."""
+    model = make_model(types)
+    good = Request(id="good", prompt_ids=[5, 6], n=2, max_tokens=12)
+    options = {"eos_token_ids": [], "max_sequences": 2, "max_length": 64, "max_prefill_tokens": 16, "read_late": read_late}
+    before = Generator(model, **options).generate([good])[0]
+    poison = min(set(range(10, 50)).difference(*(c.token_ids for c in before)))
+    healthy = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for steps in (1, 2) if read_late else (1,):
+        with torch.no_grad():
+            model.model.embed_tokens.weight[poison] = float("nan")
+        generator = Generator(model, **options)
+        generator.submit(Request(id="bad", prompt_ids=[poison] + [7] * 31, n=2, max_tokens=3))
+        for _ in range(steps):
+            generator.step()
+        if end == "update":
+            with contextlib.suppress(PosttrainError):
+                generator.update_weights(1, healthy)
+        generator.abort("bad")
+        with contextlib.suppress(PosttrainError):  # drained by the update, and told by the next step
+            run_out(generator)
+        after = generator.generate([good])[0]
+        assert [(c.token_ids, c.logprobs) for c in after] == [(c.token_ids, c.logprobs) for c in before]
 
 
 @pytest.mark.parametrize("types", TYPES)
@@ -92,6 +123,15 @@ def test_bad_requests_leave_those_in_flight_alone(read_late):
             generator.submit(Request(**{"id": "bad", "prompt_ids": [4], **fields}))
     assert not out and generator.num_running == 4
     assert by_sample(run_out(generator)) == alone
+
+
+def test_a_top_k_beyond_every_number_is_off():
+    """Above the vocabulary nothing is cut off, and no size of the number may stop the engine."""
+    generator = Generator(make_model(["sse"]), eos_token_ids=[], max_sequences=4, max_length=64)
+    limits = (0, 50, 2**63 - 1, 2**63, 10**30)
+    groups = generator.generate([Request(prompt_ids=[5, 6], max_tokens=5, seed=3, top_k=limit) for limit in limits])
+    tokens = [group[0].token_ids for group in groups]
+    assert all(own == tokens[0] for own in tokens)
 
 
 def test_greedy_runs_beside_sampled_requests():

@@ -129,6 +129,20 @@ def test_the_books_of_pages():
     assert table.release(0) == [2, 4, 5] and table.release(1) == [1, 3]
 
 
+def test_a_slot_that_got_its_page_has_its_rows_where_another_gets_none():
+    cache = SlotCache(make_model("attention").config, 3, max_length=4 * PAGE, paged=True, num_pages=4)
+    keys = cache.states[0].keys
+    cache.reserve([0, 2], [10, PAGE])
+    cache.lengths[0], cache.lengths[2] = 10, PAGE
+    keys[cache.pages.pages[0][0]] = 7.0
+    cache.fork(0, [1])
+    with pytest.raises(OutOfPages, match="1 pages of 64 tokens are needed, but 0 of 4"):
+        cache.reserve([1, 2], [1, 1])
+    assert cache.pages.pages[0] != cache.pages.pages[1]
+    assert (keys[[pages[0] for pages in cache.pages.pages[:2]]] == 7).all()
+    assert cache.pages.device_table[1, 0] == cache.pages.pages[1][0]
+
+
 def test_a_plan_says_what_fits(hybrid):
     device, dtype = torch.device("cpu"), torch.float32
     plan = plan_memory(hybrid.config, max_sequences=8, max_length=4 * PAGE, device=device, dtype=dtype, kv_tokens=20 * PAGE)

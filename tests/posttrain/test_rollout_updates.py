@@ -264,6 +264,10 @@ def test_snapshots_that_do_not_fit_are_refused(hybrid):
         make_generator(hybrid, return_router_indices=True).restore(saved)
     with pytest.raises(ValueError, match="format"):
         make_generator(hybrid).restore({"format": 99})
+    saved["sequences"][0]["token_ids"][3] = 48
+    for recompute in (False, True):
+        with pytest.raises(ValueError, match="sample 0 holds token id 48, which is outside the vocabulary, 0 to 47"):
+            make_generator(hybrid).restore(saved, recompute=recompute)
 
 
 def test_an_interrupted_step_begins_again_and_loses_nothing(hybrid):

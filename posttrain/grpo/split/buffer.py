@@ -47,7 +47,7 @@ class Orders:
 @dataclass(frozen=True, kw_only=True)
 class Lease:
     """A batch for the learner: `groups` in slot order, or empty while some are missing; `ready` of them are there, and `late`
-    says who holds the others.
+    says who holds the others. made: groups that are there at all, flat ones that are to be replaced among them.
 
     passed_over: groups that were made for the batch and are not in it, without router choices; flat ones, and extra ones that
     were made ahead and not needed. short: flat groups that are in it, for want of better ones.
@@ -57,6 +57,7 @@ class Lease:
     passed_over: tuple[RatedGroup, ...] = ()
     short: int = 0
     ready: int = 0
+    made: int = 0
     late: tuple[str, ...] = ()
 
 
@@ -277,7 +278,8 @@ class ExperienceBuffer:
         slots, choice = self._slots(batch), self._choice(batch)
         if choice.missing:
             late = tuple(self._late(slots[candidate]) for candidate in choice.missing)
-            return Lease(ready=self._groups_per_batch - len(late), late=late)
+            made = sum(slot in self._ready for slot in slots)
+            return Lease(ready=self._groups_per_batch - len(late), made=made, late=late)
         taken = {slots[candidate] for candidate in choice.take}
         return Lease(
             groups=tuple(self._ready[slot] for slot in sorted(taken)),

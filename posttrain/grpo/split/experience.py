@@ -7,12 +7,12 @@ import os
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from posttrain.errors import PosttrainError
@@ -115,9 +115,10 @@ class SplitExperience:
         self._advance(batch)
         published = time.monotonic()
         lease = self._wait(batch)
+        arrived = time.monotonic()
         groups = lease.groups
         self._check_prompts(batch, rows, [*groups, *lease.passed_over])
-        ages = [batch - version for group in groups for completion in group.completions for version in completion.versions]
+        ages = self._ages(batch, groups)
         return Collected(
             rows=[self._row(group.slot) for group in groups],
             completions=[list(group.completions) for group in groups],
@@ -125,9 +126,9 @@ class SplitExperience:
             passed_over=self._passed_over(lease),
             short=lease.short,
             version=batch,
-            stale=max(ages) > 0,
+            stale=len(ages) > 1,
             metrics={**self._staleness(ages), **self._counters(), **self._generation(), **self._sender.metrics()},
-            seconds={"sync": published - begun, "wait": time.monotonic() - published},
+            seconds={"sync": published - begun, "wait": arrived - published},
         )
 
     def ack(self, batch: int) -> None:
@@ -211,15 +212,15 @@ class SplitExperience:
     def _wait(self, batch: int) -> Lease:
         assert self._pool is not None
         size = self._plan.groups_per_batch
-        since, ready = time.monotonic(), -1
+        since, made = time.monotonic(), -1
         while True:
             lease: Lease = self._ask(self.buffer.lease.remote(self._learner, batch), f"answered about batch {batch}")
             if lease.groups:
                 return lease
             self._pool.check()
             self.progress(lease.ready * self._plan.num_generations, size * self._plan.num_generations, 0)
-            if lease.ready != ready:
-                since, ready = time.monotonic(), lease.ready
+            if lease.made != made:
+                since, made = time.monotonic(), lease.made
             self._sender.ensure()
             if self._prompts is not None:
                 self._advance(batch)  # a buffer that was restarted knows of no choice
@@ -252,11 +253,21 @@ class SplitExperience:
         names = {"stale": "stale_groups", "duplicate": "duplicate_groups", "given_back": "groups_given_back"}
         return {f"buffer/{name}": float(counters.get(key, 0)) for key, name in names.items()}
 
-    def _staleness(self, ages: Sequence[int]) -> dict[str, float]:
-        """Mean, maximum and histogram of the tokens' ages in versions."""
-        counts = Counter(ages)
-        shares = {f"staleness/age_{age}": counts[age] / len(ages) for age in range(self._settings.max_staleness + 1)}
-        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages)), **shares}
+    @staticmethod
+    def _ages(batch: int, groups: Sequence[RatedGroup]) -> np.ndarray:
+        """Tokens by their age in versions: entry a counts those of age a, up to the oldest."""
+        versions = [completion.versions for group in groups for completion in group.completions]
+        return np.bincount(batch - np.concatenate([np.asarray(of, dtype=np.int64) for of in versions]))
+
+    def _staleness(self, counts: np.ndarray) -> dict[str, float]:
+        """Mean, maximum and histogram of the tokens' ages in versions, from `_ages`."""
+        shares = counts / counts.sum()
+        histogram = {
+            f"staleness/age_{age}": float(shares[age]) if age < len(shares) else 0.0
+            for age in range(self._settings.max_staleness + 1)
+        }
+        mean = float(shares @ np.arange(len(shares)))
+        return {"staleness/mean": mean, "staleness/max": float(len(shares) - 1), **histogram}
 
     def _generation(self) -> dict[str, float]:
         """What the generators did since the last batch: tokens a second of all together, the share of their time that their
