@@ -24,8 +24,8 @@ from posttrain.models.sse_h.mixer_attention import AttentionMixer
 from posttrain.models.sse_h.mixer_sse import SSEMixerBase
 from posttrain.models.sse_h.modeling import SSEHForCausalLM
 
-# What the SSE kernels take (posttrain.kernels.sse.triton_limits).
-MAX_WIDTH, MAX_CHUNK = 256, 128
+# What the kernels of strict attention and of the SSE layers take (`posttrain.kernels`: paged_attention.exact, sse.triton_limits).
+MAX_WIDTH, MAX_CHUNK = 128, 128
 
 
 def why_not_exact(model: nn.Module, device: torch.device | None = None) -> str | None:

@@ -34,11 +34,16 @@ def _chunk_loss(hidden: Tensor, targets: Tensor, lm_head: Callable[[Tensor], Ten
     return F.cross_entropy(lm_head(hidden).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
-def _fused_loss(hidden: Tensor, targets: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """Sum over the tokens, fp32, in the precision that autocast would give the head."""
+def alike(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A head's operands on a GPU in the dtype that autocast would give them, or else the wider of theirs."""
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else torch.promote_types(hidden.dtype, weight.dtype)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def _fused_loss(hidden: Tensor, targets: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """Sum over the tokens, fp32, in the precision that autocast would give the head."""
+    hidden, weight = alike(hidden, weight)
     return linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORE, chunk_rows=chunk_rows).float()
 
 

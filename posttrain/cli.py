@@ -113,7 +113,7 @@ def _serve_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--max-queue", type=int, default=1024, help="samples that may wait beside them; more get HTTP 429")
     command.add_argument("--max-length", type=int, help="prompt and completion tokens together; by default the model's context")
     command.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="of free GPU memory, for caches")
-    command.add_argument("--cuda-graphs", action="store_true", help="decode by CUDA graphs where the model allows it")
+    command.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="decode without CUDA graphs on a GPU")
     command.add_argument("--tokenizer", help="folder, hub id or arithmetic; by default the checkpoint's")
     command.add_argument("--chat-template", help="Jinja file, or simple, chatml, tagged; by default the tokenizer's")
     command.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

@@ -31,6 +31,7 @@ from posttrain.models.loading import new_model
 from posttrain.models.paged import PAGE
 from posttrain.models.sizes import DEFAULTS, PAPER_SIZES, resolve
 from posttrain.models.sse_h import SSEHForCausalLM
+from posttrain.models.sse_h.modeling import scores_labels
 from posttrain.rollout import Generator
 from posttrain.types import Completion, Request
 
@@ -87,13 +88,15 @@ def compare(model: SSEHForCausalLM, completions: list[Completion]) -> dict[str, 
         bounds = torch.tensor([0, ids.shape[1] - 1], dtype=torch.int32)
         routes = {} if c.router_indices is None else {"router_indices": c.router_indices.long().to(device)}
         with torch.no_grad():
-            hidden = model.model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, **routes).last_hidden_state[0]
-            hidden, targets = hidden[len(c.prompt_ids) - 1 :], ids[0, len(c.prompt_ids) :]
-            parts = [
-                torch.log_softmax(model.lm_head(h).float(), -1).gather(-1, t[:, None])[:, 0]
-                for h, t in zip(hidden.split(1024), targets.split(1024), strict=True)
-            ]
-        differences.append(torch.cat(parts).double().cpu() - torch.tensor(c.plain_logprobs, dtype=torch.float64))
+            first = len(c.prompt_ids) - 1
+            if scores_labels(model):
+                labels = ids[:, 1:].clone()
+                labels[:, :first] = -100
+                found = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, score_labels=labels, **routes).log_probs[0, first:]
+            else:
+                logits = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, **routes).logits[0, first:]
+                found = torch.log_softmax(logits.float(), -1).gather(-1, ids[0, first + 1 :, None])[:, 0]
+        differences.append(found.double().cpu() - torch.tensor(c.plain_logprobs, dtype=torch.float64))
     d = torch.cat(differences)
     return {
         "tokens": d.numel(), "mean_difference": d.abs().mean().item(), "largest_difference": d.abs().max().item(),

@@ -70,13 +70,20 @@ def logprobs_of(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_rows: int = CHUNK_ROWS
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_rows: int = CHUNK_ROWS,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_of(exact_linear(hidden, weight, out_dtype=fp32), targets)` without [T, V] logits, and the entropies.
 
     Args:
         hidden: [T, D]; weight: [V, D], of one dtype; targets: int64 [T] in [0, V).
         chunk_rows: rows whose logits exist at once; they are computed again in the backward pass.
+        exact: with False the logits, fp32 still, come from the fastest product, whose bits depend on the number of rows.
 
     Returns:
         log-probabilities and entropies of the distribution at `temperature`, fp32 [T] each, differentiable in hidden and weight.
@@ -93,4 +100,4 @@ def head_logprobs(
     from posttrain.kernels.batch_invariant.head import HeadLogprobs
 
     with on_device_of(hidden):
-        return HeadLogprobs.apply(hidden, weight, targets, temperature, chunk_rows)
+        return HeadLogprobs.apply(hidden, weight, targets, temperature, chunk_rows, exact)

@@ -26,7 +26,7 @@ BLOCK, SPLIT = 64, 1024
 # Query rows of a program in a packed forward (64 or more, as in a decode step), and programs that share the ranges of a sequence
 # and head in a decode step.
 ROWS, PROGRAMS = 128, 16
-# Blocks of keys on their way, of wide heads one less: a program has 227 KiB of shared memory.
+# Blocks of keys on their way.
 STAGES = 3
 # Rows of a decode step; the interpreter pays for every one.
 LEAST_ROWS = 16 if interpreted() else 64
@@ -179,10 +179,6 @@ def exact_packed_kernel(
 _DECODE, _MERGE, _PACKED = Launch(exact_decode_kernel), Launch(exact_merge_kernel), Launch(exact_packed_kernel)
 
 
-def _stages(dim: int) -> int:
-    return STAGES if dim <= 128 else STAGES - 1
-
-
 def launch_paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *, window: int | None, scale: float
 ) -> Tensor:
@@ -197,7 +193,7 @@ def launch_paged(
     group = heads // kv_heads
     rows = max(LEAST_ROWS, power_of_two(group))
     constants = shared | dict(
-        GROUP=group, BM=rows, PAGE=page, BLOCK=BLOCK, FORM=form_of(q.dtype, keys.dtype), STAGES=_stages(dim),
+        GROUP=group, BM=rows, PAGE=page, BLOCK=BLOCK, FORM=form_of(q.dtype, keys.dtype), STAGES=STAGES,
         num_warps=max(4, rows // 16),
     )  # fmt: skip
     slots, positions = aligned(slots), aligned(positions)
@@ -228,7 +224,7 @@ def launch_packed(
     )  # fmt: skip
     constants = dict(
         WINDOW=window or 0, GROUP=group, BM=rows, D=dim, WD=power_of_two(dim), SPLIT=SPLIT, BLOCK=BLOCK,
-        FORM=form_of(q.dtype, k.dtype), STAGES=_stages(dim), num_warps=max(4, rows // 16),
+        FORM=form_of(q.dtype, k.dtype), STAGES=STAGES, num_warps=max(4, rows // 16),
     )  # fmt: skip
     _PACKED((cdiv(max(lengths) * group, rows), kv_heads, len(lengths)), tensors, (kv_heads, scale * LOG2_E), constants)
     return o

@@ -24,9 +24,10 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from posttrain.kernels.batch_invariant import head_logprobs
 from posttrain.kernels.recompute import keep_results
+from posttrain.kernels.wide_product import wide_product
 from posttrain.models.cache import KVPool, SlotCache
-from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU
-from posttrain.models.loss import chunked_cross_entropy, shift_labels
+from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU, is_plain
+from posttrain.models.loss import alike, chunked_cross_entropy, shift_labels
 from posttrain.models.packing import Packing, Part, make_packing, make_parts
 from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
 from posttrain.models.sizes import SSE_LAYER_TYPES
@@ -402,12 +403,13 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             num_items_in_batch: divides the summed cross-entropy instead of this batch's own count (gradient accumulation).
             skip_logits: do not compute logits; default: in training with labels, where the loss is made in chunks of rows.
             score_labels: [B, columns], shifted already, -100 where nothing is scored: instead of logits come log-probabilities
-                and entropies of strict mode at `temperature`, a generator's bits in a packed forward.
+                and entropies at `temperature`, from fp32 logits that never exist all at once; in strict mode a generator's bits.
+                For models that `scores_labels`.
             one_token: see `SSEHModel.forward`.
         """
         if one_token is not None:
             out = self.model(input_ids=input_ids, past_key_values=past_key_values, one_token=one_token)
-            logits = self.lm_head(out.last_hidden_state)
+            logits = self._wide_logits(out.last_hidden_state)
             return SSEHCausalLMOutput(logits=logits, past_key_values=past_key_values, router_indices=out.router_indices)
         source = input_ids if inputs_embeds is None else inputs_embeds
         if source is None:
@@ -435,7 +437,8 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         logits = None
         if not skip_logits:
             columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, columns])
+            some = hidden[:, columns]
+            logits = self.lm_head(some) if past_key_values is None else self._wide_logits(some)
         return SSEHCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -445,13 +448,26 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             router_indices=outputs.router_indices,
         )
 
+    def _wide_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of a generator; on a GPU in fp32, as `score_labels` computes them."""
+        if self.exact or torch.is_grad_enabled() or not hidden.is_cuda or not is_plain(self.lm_head):
+            return self.lm_head(hidden)
+        flat, weight = alike(hidden.flatten(0, -2), self.lm_head.weight)
+        return wide_product(flat, weight).view(*hidden.shape[:-1], -1)
+
     def _scores(self, outputs: SSEHModelOutput, labels: Tensor, temperature: float) -> SSEHCausalLMOutput:
-        if not self.exact:
-            raise ValueError("score_labels is for strict mode: call posttrain.models.exact.make_exact(model) first")
+        if not scores_labels(self):
+            raise ValueError(
+                "score_labels is for strict mode (call posttrain.models.exact.make_exact(model) first) and for models on a GPU "
+                "whose head is a plain product: no adapters, hooks or ZeRO-3"
+            )
         hidden = outputs.last_hidden_state
         assert hidden is not None
         scored = labels != -100
-        found = head_logprobs(hidden[scored], self.lm_head.weight, labels[scored], temperature=temperature)
+        rows, weight = hidden[scored], self.lm_head.weight
+        if not self.exact:
+            rows, weight = alike(rows, weight)
+        found = head_logprobs(rows, weight, labels[scored], temperature=temperature, exact=self.exact)
         # Scattered, so that a batch without any label stays connected to the model.
         log_probs, entropy = (a.new_zeros(labels.shape).masked_scatter(scored, a) for a in found)
         return SSEHCausalLMOutput(
@@ -473,3 +489,14 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
             targets = shift_labels(packing.pack(labels), packing.lengths)
         loss = chunked_cross_entropy(packing.pack(hidden), targets.to(hidden.device), self.lm_head, num_items=num_items)
         return loss if self.model.balance_loss is None else loss + self.model.balance_loss
+
+
+def scores_labels(model: nn.Module) -> bool:
+    """Whether `model`, which may be wrapped (DistributedDataParallel, DeepSpeed, PEFT), takes `score_labels`."""
+    while hasattr(model, "module"):
+        model = model.module
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, SSEHForCausalLM):
+        return False
+    return model.exact or (model.lm_head.weight.is_cuda and is_plain(model.lm_head))

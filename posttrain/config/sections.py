@@ -35,7 +35,7 @@ class RolloutConfig(Section):
     """Part of the GPU memory that is free when the generator starts that its states, keys and values may take; a learner in the
     same process needs the rest. Where not all sequences fit at full length, the youngest wait in host memory."""
 
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     """Decode by CUDA graphs on a GPU, sampling included, in models whose layers allow it (SSE with GLA decay, attention)."""
 
     exact: bool = False

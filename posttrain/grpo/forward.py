@@ -11,7 +11,7 @@ import torch
 
 from posttrain.balance import last_balance_loss
 from posttrain.grpo.packing import pack_inputs, pack_router_indices, plan_packs, put_back
-from posttrain.models.exact import is_exact
+from posttrain.models.sse_h.modeling import scores_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ def packed_logprobs(
     entropies: bool,
     balance: bool,
     autocast: Callable[[], AbstractContextManager[Any]],
+    own_head: bool = True,
 ) -> Forwarded:
     """Forwards of `input_ids` [B, P + C], of which the last C = `completion_width` are completions.
 
@@ -43,6 +44,7 @@ def packed_logprobs(
         rows: the batch: `prompt_lengths`, `completion_lengths` and, where they are replayed, `router_indices` of its rows.
         max_tokens: packed tokens of one forward; None makes a single one, as gradients need it.
         replay: use the generator's partitions.
+        own_head: let a model that `scores_labels` do so; else by TRL's fused head, which the learner adds.
     """
     logps = torch.zeros((input_ids.size(0), completion_width), dtype=torch.float32, device=input_ids.device)
     entropy, balance_loss = torch.zeros_like(logps), None
@@ -58,8 +60,8 @@ def packed_logprobs(
         if replay:
             arguments["router_indices"] = pack_router_indices(pack, rows["router_indices"]).to(input_ids.device)
         with autocast():
-            if is_exact(model):
-                # The model's own head, whose bits are the generator's.
+            if own_head and scores_labels(model):
+                # The model's own head, whose logits are the generator's: fp32, in strict mode bit for bit.
                 labels = arguments.pop("shift_labels")
                 outputs = model(**arguments, score_labels=labels, temperature=temperature, use_cache=False)
             else:

@@ -336,6 +336,7 @@ class Learner(AtomicCheckpoints, Schedule, GRPOTrainer):
             entropies=compute_entropy,
             balance=compute_aux_loss,
             autocast=self.accelerator.autocast,
+            own_head=not self.args.cast_lm_head_to_fp32,
         )
         if learning and not self._weights_move:
             # TRL's loss reads the weights of the batch after this forward.

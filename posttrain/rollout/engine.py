@@ -56,7 +56,7 @@ class Generator:
             max_length, the youngest wait in host memory when it runs short.
         kv_tokens: tokens of keys and values in all, in place of what memory allows.
         exact: strict mode (`posttrain.models.exact`): log-probabilities are bitwise those of the model's packed forward.
-        cuda_graphs: whether a GPU's decode steps may be CUDA graphs; off until they have passed their tests on one.
+        cuda_graphs: whether a GPU's decode steps may be CUDA graphs.
         read_late: whether a step's tokens are read after the next one was launched; by default on a GPU.
 
     Attributes:
@@ -83,7 +83,7 @@ class Generator:
         memory_fraction: float = MEMORY_FRACTION,
         kv_tokens: int | None = None,
         exact: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool = True,
         read_late: bool | None = None,
     ) -> None:
         for name, given, least in (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def _capture(self, step: Step, size: int, kind: Kind) -> torch.cuda.CUDAGraph:
-        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        current, aside = torch.cuda.current_stream(self._device), _stream_aside(self._device)
         aside.wait_stream(current)
         # Compiles kernels and makes workspaces; padding leaves no trace.
         with torch.cuda.device(self._device), torch.cuda.stream(aside):
@@ -101,3 +102,9 @@ class DecodeGraphs:
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._table[:size].copy_(step(self._slots[:size], kind))
         return graph
+
+
+@cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps 32 MB of workspace for every stream that it has met."""
+    return torch.cuda.Stream(device)

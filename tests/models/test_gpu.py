@@ -61,6 +61,30 @@ def test_float32_weights_under_autocast(make_model, make_ids, bounds, kind):
     assert torch.isfinite(torch.cat(steps)).all()
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scores_are_the_log_probabilities_that_a_generator_has(make_model, make_ids, bounds, autocast):
+    """fp32 logits on both sides; masked labels give zeros, and gradients are those of the whole logits."""
+    model = make_model("hybrid", initializer_range=0.05).to("cuda", torch.float32 if autocast else torch.bfloat16)
+    ids, cu = torch.cat(make_ids(LENGTHS))[None].cuda(), bounds(LENGTHS)
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(ids.shape[1], device="cuda") % 5 == 0, -100)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        out = model(ids, cu_seq_lens_q=cu, score_labels=labels, temperature=0.8)
+        hidden = model.model(ids, cu_seq_lens_q=cu).last_hidden_state
+    logits = hidden.to(torch.bfloat16).double() @ model.lm_head.weight.to(torch.bfloat16).double().t() / 0.8
+    want = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0)
+    assert out.log_probs.dtype == torch.float32 and (out.log_probs - want).abs().max() < 1e-4
+    up = torch.randn(labels.shape, device="cuda")
+    found, wanted = (torch.autograd.grad((a * up).sum(), list(model.parameters())) for a in (out.log_probs, want))
+    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
+        assert (a.double() - b.double()).norm() <= 3e-2 * b.double().norm() + 1e-6, name
+    model.eval()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert (
+            model(ids[:, :5], past_key_values=SlotCache(model.config, 1, device="cuda", dtype=model.dtype)).logits.dtype
+            == torch.float32
+        )
+
+
 def test_long_sequences_have_attention_of_their_own(monkeypatch):
     """Sequences above and below the length from which cuDNN is asked, one of them no whole number of steps."""
     from posttrain.models.sse_h import SSEHConfig, mixer_attention

@@ -14,7 +14,7 @@ from tests.posttrain.rollout_models import make_generator, make_model
 
 def test_every_option_is_an_argument_of_the_generator():
     options = RolloutConfig(memory_fraction=0.8, unfinished="recompute", max_prefill_tokens=64).engine_options()
-    wanted = {"max_prefill_tokens": 64, "memory_fraction": 0.8, "cuda_graphs": False, "unfinished": "recompute"}
+    wanted = {"max_prefill_tokens": 64, "memory_fraction": 0.8, "cuda_graphs": True, "unfinished": "recompute"}
     assert {name: options[name] for name in wanted} == wanted
     assert options.keys() <= inspect.signature(Generator).parameters.keys()
     assert make_generator(make_model(), **options).unfinished == "recompute"
