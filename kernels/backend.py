@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,23 @@ def use_fused_backend(backend: FusedBackend | None) -> Iterator[None]:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of x. In a backward pass autograd has set it."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or (not torch.compiler.is_compiling() and torch.cuda.current_device() == x.device.index):
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+class _NoGraph:
+    """In place of autograd's context where no backward pass follows."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+def run_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`; without gradients its forward alone, which costs the host half: a prefill waits for the host."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    return function.forward(_NoGraph(), *arguments)
 
 
 def takes_triton(x: Tensor, backend: FusedBackend | None, *, max_width: int | None = None) -> bool:

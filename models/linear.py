@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.kernels.batch_invariant import exact_linear
+from posttrain.kernels.backend import takes_triton
+from posttrain.kernels.batch_invariant import MOST_ROWS, exact_linear, few_row_products
 from posttrain.kernels.elementwise import elementwise, silu
 from posttrain.kernels.rms_norm import add_rms_norm, rms_norm
 from posttrain.kernels.swiglu import swiglu
@@ -30,14 +31,18 @@ __all__ = [
     "RMSNorm",
     "SwiGLU",
     "elementwise",
+    "few_rows",
     "has_hooks",
     "is_plain",
     "joint_linear",
     "silu",
+    "take_few",
 ]
 
 # Fewest rows whose product has the bits that it has among more rows; measured on AVX-512 and AVX2, 1 to 4 threads.
 MIN_ROWS = 16
+# Rows up to which products that share a launch beat cuBLAS, one after another, on an H200.
+FEW_ROWS = 64
 # Rows of a joint weight come in eights: 16-byte alignment of half-precision columns, which the fast products ask for.
 _ALIGN = 8
 
@@ -79,12 +84,29 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def is_plain(layer: object) -> bool:
-    """Whether a layer is a bias-free `Linear` whose weight may be used without calling it: nothing wraps it (PEFT), watches it
-    (hooks) or shards its weight (FSDP, ZeRO-3)."""
-    if type(layer) is not Linear or layer.bias is not None:
+def is_plain(layer: object, *, bias: bool = False) -> bool:
+    """Whether a layer is a `Linear` (bias-free unless `bias`) whose weight may be used without calling it: nothing wraps it
+    (PEFT), watches it (hooks) or shards its weight (FSDP, ZeRO-3)."""
+    if type(layer) is not Linear or (layer.bias is not None and not bias):
         return False
     return not has_hooks(layer) and type(layer.weight) in (nn.Parameter, Tensor) and not hasattr(layer.weight, "ds_id")
+
+
+def take_few(layers: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether `few_rows` makes the products of these layers on rows like those of x in one launch."""
+    if torch.is_grad_enabled() or not takes_triton(x, None) or torch.is_autocast_enabled(x.device.type):
+        return False
+    if x.is_cuda and x.dtype == torch.float32:
+        return False
+    most = MOST_ROWS if all(getattr(layer, "exact", False) for layer in layers) else FEW_ROWS
+    return 0 < x.shape[0] <= most and all(is_plain(layer, bias=True) and layer.weight.dtype == x.dtype for layer in layers)
+
+
+def few_rows(layers: Sequence[nn.Module], xs: Sequence[Tensor]) -> list[Tensor]:
+    """`[layer(x) for layer, x in zip(layers, xs)]`, x [T, in_i]; of few rows on a GPU in one launch, without gradients."""
+    if not take_few(layers, xs[0]):
+        return [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    return few_row_products(xs, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore
 
 
 def joint_linear(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -137,4 +159,4 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*few_rows((self.gate_proj, self.up_proj), (x, x))))

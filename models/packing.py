@@ -6,6 +6,7 @@ it can never reach a state, a router or the balance loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,25 +57,30 @@ class Part:
     decode path, and would not if they shared a call with longer ones, so their bits would depend on their company.
 
     rows: int64, their packed tokens, or None for all of them; cu_seqlens [S+1] on the host, or None: one token each; slots [S]
-    where they continue slots.
+    where they continue slots, fresh where these are all empty.
     """
 
     cu_seqlens: Tensor | None
     rows: Tensor | None = None
     slots: Tensor | None = None
+    fresh: bool = False
 
 
-def make_parts(lengths: list[int], slots: Tensor | None, device: torch.device) -> tuple[Part, ...]:
-    """One part without `slots` or where all lengths are alike in being 1 or not; else the one-token sequences and the others."""
+def make_parts(lengths: list[int], slots: Tensor | None, device: torch.device, starts: Sequence[int] = ()) -> tuple[Part, ...]:
+    """One part without `slots` or where all lengths are alike in being 1 or not; else the one-token sequences and the others.
+    `starts`: tokens that each slot holds."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     if slots is None or max(lengths) == 1 or min(lengths) > 1:
-        return (Part(cu_seqlens=cu_seqlens, slots=slots),)
+        return (Part(cu_seqlens=cu_seqlens, slots=slots, fresh=not any(starts)),)
     counts = torch.tensor(lengths)
     of_row = counts.repeat_interleave(counts)
     parts = []
-    for chosen, in_row in ((counts == 1, of_row == 1), (counts > 1, of_row > 1)):
+    fresh = not any(start for start, n in zip(starts, lengths, strict=True) if n > 1)
+    for chosen, in_row, empty in ((counts == 1, of_row == 1, False), (counts > 1, of_row > 1, fresh)):
         cu = torch.nn.functional.pad(counts[chosen].cumsum(0), (1, 0))
-        parts.append(Part(cu_seqlens=cu, rows=in_row.nonzero().squeeze(-1).to(device), slots=slots[chosen.to(device)]))
+        parts.append(
+            Part(cu_seqlens=cu, rows=in_row.nonzero().squeeze(-1).to(device), slots=slots[chosen.to(device)], fresh=empty)
+        )
     return tuple(parts)
 
 

@@ -11,6 +11,7 @@ samples. Written as generator.md and generator.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import random
 import sys
@@ -79,29 +80,38 @@ def requests(given: list[list[int]], max_tokens: int, n: int = 1) -> list[Reques
     return [Request(id=f"{i}", prompt_ids=p, n=n, max_tokens=max_tokens, seed=i) for i, p in enumerate(given)]
 
 
-def compare(model: SSEHForCausalLM, completions: list[Completion]) -> dict[str, float]:
-    """Engine against trainer over the sampled tokens: mean and largest |difference| of log-probabilities, mean k3 KL."""
+def trainer_logprobs(model: SSEHForCausalLM, c: Completion) -> Tensor:
+    """The packed forward's log-probabilities of the sampled tokens, routes replayed, float64 [tokens] on the host."""
     device = model.model.embed_tokens.weight.device
-    differences: list[Tensor] = []
-    for c in completions:
-        ids = torch.tensor([c.prompt_ids + c.token_ids], device=device)
-        bounds = torch.tensor([0, ids.shape[1] - 1], dtype=torch.int32)
-        routes = {} if c.router_indices is None else {"router_indices": c.router_indices.long().to(device)}
-        with torch.no_grad():
-            first = len(c.prompt_ids) - 1
-            if scores_labels(model):
-                labels = ids[:, 1:].clone()
-                labels[:, :first] = -100
-                found = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, score_labels=labels, **routes).log_probs[0, first:]
-            else:
-                logits = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, **routes).logits[0, first:]
-                found = torch.log_softmax(logits.float(), -1).gather(-1, ids[0, first + 1 :, None])[:, 0]
-        differences.append(found.double().cpu() - torch.tensor(c.plain_logprobs, dtype=torch.float64))
-    d = torch.cat(differences)
-    return {
+    ids = torch.tensor([c.prompt_ids + c.token_ids], device=device)
+    bounds = torch.tensor([0, ids.shape[1] - 1], dtype=torch.int32)
+    routes = {} if c.router_indices is None else {"router_indices": c.router_indices.long().to(device)}
+    first = len(c.prompt_ids) - 1
+    with torch.no_grad():
+        if scores_labels(model):
+            labels = ids[:, 1:].clone()
+            labels[:, :first] = -100
+            found = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, score_labels=labels, **routes).log_probs[0, first:]
+        else:
+            logits = model(input_ids=ids[:, :-1], cu_seq_lens_q=bounds, **routes).logits[0, first:]
+            found = torch.log_softmax(logits.float(), -1).gather(-1, ids[0, first + 1 :, None])[:, 0]
+    return found.double().cpu()
+
+
+def compare(model: SSEHForCausalLM, completions: list[Completion], truth: SSEHForCausalLM | None) -> dict[str, Any]:
+    """Engine against trainer over the sampled tokens: mean and largest |difference| of log-probabilities, mean k3 KL; with the
+    `truth`, the same weights in fp32, the mean |difference| of either from it."""
+    trainer = torch.cat([trainer_logprobs(model, c) for c in completions])
+    engine = torch.cat([torch.tensor(c.plain_logprobs, dtype=torch.float64) for c in completions])
+    d = trainer - engine
+    found = {
         "tokens": d.numel(), "mean_difference": d.abs().mean().item(), "largest_difference": d.abs().max().item(),
-        "k3": (d.exp() - 1 - d).mean().item(),
+        "k3": (d.exp() - 1 - d).mean().item(), "trainer_error": None, "generator_error": None,
     }  # fmt: skip
+    if truth is not None:
+        right = torch.cat([trainer_logprobs(truth, c) for c in completions])
+        found |= {"trainer_error": (trainer - right).abs().mean().item(), "generator_error": (engine - right).abs().mean().item()}
+    return found
 
 
 def copy_speed(device: torch.device) -> float:
@@ -115,12 +125,12 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
         self.size = "tiny" if args.tiny else "full"
+        self.mode = args.modes[0]
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.record: dict[str, Any] = {
             "environment": environment(self.device), "check": [], "rows": [], "first_token": [], "attention": [], "kernels": {},
             "settings": {
                 "dtype": str(self.dtype).removeprefix("torch."), "size": self.size, "triton_states": args.triton_states,
-                "exact": args.exact,
             },
         }  # fmt: skip
 
@@ -133,7 +143,7 @@ class Bench:
     def generator(self, model: SSEHForCausalLM, sequences: int, length: int, **options: Any) -> Generator:
         found = Generator(
             model, eos_token_ids=[], max_sequences=sequences, max_length=length, max_prefill_tokens=self.args.prefill_tokens,
-            memory_fraction=self.args.memory_fraction, cuda_graphs=self.args.graphs, exact=self.args.exact, **options,
+            memory_fraction=self.args.memory_fraction, cuda_graphs=self.args.graphs, exact=self.mode == "strict", **options,
         )  # fmt: skip
         say(found.memory.describe())
         return found
@@ -146,10 +156,11 @@ class Bench:
         given = prompts(samples // 2, length // 4, fields["vocab_size"])
         generator = self.generator(model, samples, length // 4 + length, return_router_indices=True)
         groups = generator.generate(requests(given, length, n=2))
-        found = compare(model, [c for group in groups for c in group])
+        del generator
+        truth = copy.deepcopy(model).float() if self.args.truth else None
+        found = compare(model, [c for group in groups for c in group], truth)
         found["within_goals"] = found["mean_difference"] <= LOGPROB_GOAL and found["k3"] <= KL_GOAL
-        say(f"check {name} {size}: {found}")
-        return {"model": name, "size": size, "samples": samples, "length": length, **found}
+        return {"model": name, "mode": self.mode, "size": size, "samples": samples, "length": length, **found}
 
     # -- speed --------------------------------------------------------------------------------------------------------
 
@@ -184,13 +195,13 @@ class Bench:
         tokens = generator.generated_tokens - before
         running = generator.num_running
         if self.args.profile and self.device.type == "cuda":
-            self.record["kernels"][f"{name} {context}x{sequences}"] = kernel_times(generator.step)[:16]
+            self.record["kernels"][f"{name}, {self.mode}, {context}x{sequences}"] = kernel_times(generator.step)[:16]
         held = [sum(map(len, (s.group.request.prompt_ids, s.token_ids))) for s in generator._scheduler.running]
         mean = sum(held) / max(1, len(held))
         floor = floor_bytes(model, fields, int(mean), running) / self.record["copy_bytes_per_s"]
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         return {
-            "model": name, "context": context, "mean_context": mean, "sequences": running,
+            "model": name, "mode": self.mode, "context": context, "mean_context": mean, "sequences": running,
             "decode_tokens_per_s": tokens / seconds, "step_ms": seconds / steps * 1e3, "floor_ms": floor * 1e3,
             "share_of_floor": floor / (seconds / steps), "floor_tokens_per_s": running / floor, "prefill_tokens_per_s": prefill,
             "retracted": generator.counts["retracted"],
@@ -212,7 +223,14 @@ class Bench:
             times.append((time.perf_counter() - start) * 1e3)
             while generator.has_unfinished:
                 generator.step()
-        return {"model": name, "prompt": length, "samples": n, "ms": sorted(times[1:])[1], "first_ms": times[0]}
+        return {
+            "model": name,
+            "mode": self.mode,
+            "prompt": length,
+            "samples": n,
+            "ms": sorted(times[1:])[1],
+            "first_ms": times[0],
+        }
 
     def attention(self, context: int, sequences: int, sweep: bool) -> None:
         """Decode attention of one layer of the 2B shape by itself, over launch options where asked: the fastest comes last."""
@@ -247,11 +265,9 @@ class Bench:
         say(", ".join(f"{k} {v}" for k, v in self.record["environment"].items()))
         if args.check:
             for size in ("tiny",) if args.tiny else ("small", "full"):
-                for name in args.models:
-                    found = attempt(f"check {name}", lambda name=name, size=size: self.check(name, size))
-                    row = found if isinstance(found, dict) else {"model": name, "size": size, "error": found}
-                    self.record["check"].append(row)
-                    release(self.device)
+                for name, self.mode in itertools.product(args.models, args.modes):
+                    labels = {"model": name, "mode": self.mode, "size": size}
+                    self._append("check", f"check {name}, {self.mode}, {size}", labels, lambda n=name, s=size: self.check(n, s))
                 self.write()
                 if any("error" in row for row in self.record["check"]):
                     return False
@@ -263,13 +279,14 @@ class Bench:
             self.write()
         if args.sweep_attention:
             return True
-        for name in args.models if args.rows or args.first_token else ():
+        for name, self.mode in itertools.product(args.models, args.modes) if args.rows or args.first_token else ():
             model, fields = self.model(name, self.size)
+            what, labels = f"{name}, {self.mode}", {"model": name, "mode": self.mode}
             for context, sequences in args.rows:
-                self._append("rows", f"{name} {context}x{sequences}", {"model": name, "context": context, "sequences": sequences},
+                self._append("rows", f"{what}, {context}x{sequences}", {**labels, "context": context, "sequences": sequences},
                              lambda m=model, f=fields, n=name, c=context, s=sequences: self.row(n, m, f, c, s))  # fmt: skip
             for n in (1, 8) if args.first_token else ():
-                self._append("first_token", f"{name} first token", {"model": name, "prompt": args.first_token, "samples": n},
+                self._append("first_token", f"{what}, first token", {**labels, "prompt": args.first_token, "samples": n},
                              lambda m=model, f=fields, k=name, n=n: self.first_token(k, m, f, args.first_token, n))  # fmt: skip
             del model
             release(self.device)
@@ -299,20 +316,23 @@ class Bench:
         if r["check"]:
             goals = f"goals: mean {LOGPROB_GOAL:g}, k3 {KL_GOAL:g}"
             lines += [f"Log-probabilities against the packed forward, routes replayed ({goals}):", ""]
-            names = ("model", "size", "samples", "tokens", "mean_difference", "largest_difference", "k3", "within_goals")
-            header = ["model", "size", "samples", "tokens", "mean absolute difference", "largest", "k3 KL", "within goals"]
+            names = ("model", "mode", "size", "samples", "tokens", "mean_difference", "largest_difference", "k3", "within_goals",
+                     "trainer_error", "generator_error")  # fmt: skip
+            header = ["model", "mode", "size", "samples", "tokens", "mean absolute difference", "largest", "k3 KL",
+                      "within goals", "trainer's from fp32", "generator's from fp32"]  # fmt: skip
             lines += table(header, [_cells(row, names) for row in r["check"]])
         if r["rows"]:
             lines += table(
-                ["model", "context", "sequences", "decode tokens/s", "ms a step", "share of the byte floor", "floor, tokens/s",
-                 "prefill tokens/s", "GiB of state", "GiB of keys and values", "GiB at the peak"],
-                [_cells(row, ("model", "context", "sequences", "decode_tokens_per_s", "step_ms", "share_of_floor",
-                              "floor_tokens_per_s", "prefill_tokens_per_s", "state_bytes", "kv_bytes", "peak_bytes"))
+                ["model", "mode", "context", "sequences", "decode tokens/s", "ms a step", "/ default", "share of the byte floor",
+                 "floor, tokens/s", "prefill tokens/s", "GiB of state", "GiB of keys and values", "GiB at the peak"],
+                [_cells(row | {"ratio": self._over_default(row)}, (
+                    "model", "mode", "context", "sequences", "decode_tokens_per_s", "step_ms", "ratio", "share_of_floor",
+                    "floor_tokens_per_s", "prefill_tokens_per_s", "state_bytes", "kv_bytes", "peak_bytes"))
                  for row in r["rows"]],
             )  # fmt: skip
         if r["first_token"]:
-            cells = [_cells(row, ("model", "prompt", "samples", "ms")) for row in r["first_token"]]
-            lines += table(["model", "prompt", "samples", "ms to all first tokens"], cells)
+            cells = [_cells(row, ("model", "mode", "prompt", "samples", "ms")) for row in r["first_token"]]
+            lines += table(["model", "mode", "prompt", "samples", "ms to all first tokens"], cells)
         if r["attention"]:
             names = ("context", "sequences", "us", "share_of_copy", "splits", "least", "stages", "warps")
             lines += ["Decode attention of one layer by itself:", ""]
@@ -321,6 +341,14 @@ class Bench:
             lines += [f"{what}, by kernel:", "", *table(["kernel", "us a step", "launches"], [
                 (kernel[:60], f"{us:.1f}", n) for kernel, us, n in rows])]  # fmt: skip
         return lines
+
+    def _over_default(self, row: dict[str, Any]) -> float | None:
+        """A strict step's time over the default one's of this run."""
+        same = ("model", "context", "sequences")
+        others = [r for r in self.record["rows"] if r["mode"] == "default" and all(r[n] == row[n] for n in same)]
+        if row["mode"] == "default" or not others or "error" in row or "error" in others[0]:
+            return None
+        return row["step_ms"] / others[0]["step_ms"]
 
 
 def _cells(row: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
@@ -342,12 +370,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="*", default=["2048x256", "8192x80", "32768x22", "2048x1"], metavar="CONTEXTxSEQUENCES")
     parser.add_argument("--first-token", type=int, default=32768, help="length of that prompt; 0: leave it out")
     parser.add_argument("--check", action="store_true", help="log-probabilities against the trainer's forward, before all else")
+    parser.add_argument("--truth", action="store_true", help="of --check: how far either is from the same weights in fp32")
     parser.add_argument("--check-samples", type=int, default=32)
     parser.add_argument("--check-tokens", type=int, default=4096)
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="prompt tokens in one forward")
     parser.add_argument("--prefill-total", type=int, default=2**18, help="prompt tokens over which prefill is timed, at most")
     parser.add_argument("--memory-fraction", type=float, default=0.85)
-    parser.add_argument("--exact", action="store_true", help="strict mode: the trainer's bits")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=["default", "strict"],
+        default=["default"],
+        help="strict: the trainer's bits, `exact` in recipes",
+    )
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     parser.add_argument("--triton-states", action="store_true", help="decode GLA layers in Triton where that is no default too")
     parser.add_argument("--attention", action="store_true", help="decode attention of one layer by itself too")

@@ -7,15 +7,19 @@ Gradients are the ordinary ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from posttrain.kernels.backend import on_device_of, takes_triton
 
-__all__ = ["exact_linear", "head_logprobs", "logprobs_of", "unsupported"]
+__all__ = ["exact_linear", "few_row_products", "head_logprobs", "logprobs_of", "unsupported"]
 
 # Rows whose logits exist at once: 1024 rows of a 152K vocabulary are 0.6 GB in fp32.
 CHUNK_ROWS = 1024
+# Products of one launch of `few_row_products`, and their rows, at most.
+MOST, MOST_ROWS = 10, 256
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -51,6 +55,34 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_d
     with on_device_of(x):
         y = ExactLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype or x.dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def few_row_products(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`exact_linear` of each x with its weight and bias, the same bits, in one launch; no gradients.
+
+    Args:
+        xs: up to 10 of [T, K], of one T up to 256 and one dtype; rows may lie apart. weights: [N, K]; biases: [N] or None.
+
+    Returns:
+        [T, N] each, in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, there are too many, or Triton cannot run here.
+    """
+    takes_triton(xs[0], "triton")
+    from posttrain.kernels.batch_invariant.triton_linears import launch_linears
+
+    rows, dtype = xs[0].shape[0], xs[0].dtype
+    if len(xs) > MOST or rows > MOST_ROWS or len(xs) != len(weights) or len(xs) != len(biases):
+        raise ValueError(f"up to {MOST} products of up to {MOST_ROWS} rows go together, got {len(xs)} of {rows}")
+    for x, weight, bias in zip(xs, weights, biases, strict=True):
+        fits = x.ndim == 2 and x.shape[0] == rows and weight.ndim == 2 and weight.shape[1] == x.shape[1]
+        fits = fits and x.dtype == weight.dtype == dtype and (bias is None or bias.shape == weight.shape[:1])
+        if not fits:
+            given = [(list(a.shape), a.dtype) for a in (x, weight, bias) if a is not None]
+            raise ValueError(f"x must be [{rows}, K], weight [N, K] and bias [N], of {dtype}, got {given}")
+    with on_device_of(xs[0]):
+        return launch_linears(xs, weights, biases)
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ def tile_for(rows: int, columns: int) -> Tile:
         if rows <= most:
             return tile
     for tile in MANY:
-        if rows >= tile.BM and cdiv(rows, tile.BM) * cdiv(columns, tile.BN) >= ENOUGH:
+        if rows > tile.BM // 2 and cdiv(rows, tile.BM) * cdiv(columns, tile.BN) >= ENOUGH:
             return tile
-    return MANY[-1]
+    return FEW[32] if rows <= 96 else FEW[64] if rows <= 256 else MANY[-1]
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "inner"])
@@ -100,7 +100,7 @@ def linear_kernel(
 _LINEAR = Launch(linear_kernel)
 
 
-def _unit(size: int) -> int:
+def unit_of(size: int) -> int:
     """The largest power of two up to 16 that divides `size`."""
     return min(16, size & -size)
 
@@ -113,7 +113,7 @@ def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
         return y
     tile = tile or tile_for(rows, columns)
     x, weight = aligned(x), aligned(weight)
-    n, k = _unit(columns), _unit(inner)
+    n, k = unit_of(columns), unit_of(inner)
     constants = dict(
         UNIT_N=n, UNIT_K=k, WHOLE=inner % tile.BK == 0, HAS_BIAS=bias is not None,
         FORM=form_of(x.dtype), BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=8, STAGES=tile.STAGES,

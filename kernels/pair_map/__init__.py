@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, run_function, takes_triton
 from posttrain.kernels.pair_map.reference import log_decay_reference, pair_map_reference
 
 Map = Literal["silu", "softmax"]
@@ -40,7 +40,7 @@ def pair_map(x: Tensor, delta: Tensor, fn: Map, *, backend: FusedBackend | None 
         from posttrain.kernels.pair_map.triton_pair_map import TritonPairMap
 
         with on_device_of(x):
-            return TritonPairMap.apply(x, delta, fn == "softmax")
+            return run_function(TritonPairMap, x, delta, fn == "softmax")
     return pair_map_reference(x, delta, fn)
 
 
@@ -54,5 +54,5 @@ def log_decay(logits: Tensor, normalizer: float, *, backend: FusedBackend | None
         from posttrain.kernels.pair_map.triton_pair_map import TritonLogDecay
 
         with on_device_of(logits):
-            return TritonLogDecay.apply(logits, normalizer)
+            return run_function(TritonLogDecay, logits, normalizer)
     return log_decay_reference(logits, normalizer)

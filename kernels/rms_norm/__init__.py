@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, run_function, takes_triton
 from posttrain.kernels.rms_norm.reference import rms_norm_reference
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, gate: Tensor | None = Non
         from posttrain.kernels.rms_norm.triton_rms_norm import TritonRMSNorm
 
         with on_device_of(x):
-            return TritonRMSNorm.apply(x, weight, eps, gate)
+            return run_function(TritonRMSNorm, x, weight, eps, gate)
     return rms_norm_reference(x, weight, eps, gate)
 
 
@@ -49,7 +49,7 @@ def add_rms_norm(
         from posttrain.kernels.rms_norm.triton_rms_norm import TritonAddRMSNorm
 
         with on_device_of(x):
-            return TritonAddRMSNorm.apply(x, delta, weight, eps)
+            return run_function(TritonAddRMSNorm, x, delta, weight, eps)
     total = x if delta is None else x + delta
     return total, rms_norm_reference(total, weight, eps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, run_function, takes_triton
 from posttrain.kernels.rotary.reference import rotary_reference
 
 __all__ = ["rotary"]
@@ -32,5 +32,5 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, backend: FusedBackend | None 
         from posttrain.kernels.rotary.triton_rotary import TritonRotary
 
         with on_device_of(x):
-            return TritonRotary.apply(x, cos, sin)
+            return run_function(TritonRotary, x, cos, sin)
     return rotary_reference(x, cos, sin)

@@ -155,7 +155,7 @@ class ChunkState:
         for name, a in own.items():
             a[slot] = exported[name].to(a.device, a.dtype)
 
-    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
+    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False, fresh: bool = False) -> Tensor:
         """`sse_extend` without gradients and autocast; x is checked but for the state."""
         if exact:
             raise ValueError("exact=True needs the Triton state (a GLA layer on a GPU), but this one computes in PyTorch")
@@ -193,10 +193,10 @@ class ChunkState:
             raise ValueError(f"slots must lie in [0, {self.num_slots}), got {list(slots)}")
 
 
-def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
+def extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool, exact: bool = False, fresh: bool = False) -> Tensor:
     """See `sse_extend`; x is checked but for the state."""
     with torch.no_grad(), without_autocast(x.v):
-        return state.extend(x, slots, strict=strict, exact=exact)
+        return state.extend(x, slots, strict=strict, exact=exact, fresh=fresh)
 
 
 def _extend(x: Inputs, state: ChunkState, slots: Tensor, *, strict: bool) -> Tensor:

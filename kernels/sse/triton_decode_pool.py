@@ -114,7 +114,7 @@ class TritonChunkState(ChunkState):
                     )
         return slots
 
-    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False) -> Tensor:
+    def extend(self, x: Inputs, slots: Tensor, *, strict: bool, exact: bool = False, fresh: bool = False) -> Tensor:
         """strict: one-token calls too take the trainer's products, over whole chunks; exact: longer calls too compute every row
         as one-token calls do."""
         slots = self._check(x, slots)
@@ -123,7 +123,9 @@ class TritonChunkState(ChunkState):
             return torch.zeros_like(x.v)
         with torch.cuda.device_of(x.v) if x.v.is_cuda else nullcontext():
             one_each = x.longest == 1 and tokens == slots.shape[0]
-            return self.step(x, slots) if one_each and not strict else prefill(x, self, slots, exact=exact)
+            if one_each and not strict:
+                return self.step(x, slots)
+            return prefill(x, self, slots, exact=exact, fresh=fresh)
 
     def step(self, x: Inputs, slots: Tensor) -> Tensor:
         """One token for each slot -> o [B, H, V]. x is checked, its cu_seqlens are not looked at; slots int64 [B] on the device,

@@ -1,8 +1,9 @@
 """Any number of tokens into the slots of a `TritonChunkState`: the forward of `triton_gla` on the sequences' own chunk grid.
 
 The pending rows of the slots come behind the call's rows, T + S (1+N) C in all, and the plan puts them first in their streams'
-first chunks. The scan runs over the full chunks only, so that its final states are the new boundaries; `gla_keep_kernel` puts
-them and the rows after them into the slots, and gives the unfinished chunk its start state. Nothing is read back.
+first chunks; empty slots have none, and are spared the copies. The scan runs over the full chunks only, so that its final states
+are the new boundaries; `gla_keep_kernel` puts them and the rows after them into the slots, and gives the unfinished chunk its
+start state. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -67,35 +68,55 @@ def gla_keep_kernel(
     tl.store(total + (matrix * 2 + count % 2) * K + c, sum_g, mask=(c < K) & (count > 0))
 
 
-_KEEP = Launch(gla_keep_kernel)
+@triton.jit
+def gla_count_kernel(
+    slots, begin, chunks, rows, count, full, rest, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FRESH: tl.constexpr
+):  # fmt: skip
+    """Full chunks of a stream and the rows behind them; its slot's count with the new rows. Grid (S * (1+N))."""
+    stream, position = tl.program_id(0), tl.arange(0, BLOCK)
+    place = count + tl.load(slots + stream // (1 + N)) * (1 + N) + stream % (1 + N)
+    held = 0 if FRESH else tl.load(place)
+    there = tl.load(chunks + stream)
+    last = (tl.load(begin + stream) + there - 1).to(tl.int64)
+    row = tl.load(rows + last * C + position, mask=(position < C) & (there > 0), other=-1)
+    filled = tl.sum((row >= 0).to(tl.int32), 0)
+    unfinished = (there > 0) & (filled < C)
+    whole, left = there - unfinished.to(tl.int32), tl.where(unfinished, filled, 0)
+    tl.store(full + stream, whole)
+    tl.store(rest + stream, left)
+    tl.store(place, tl.where(there > 0, held - held % C + whole * C + left, held))
 
 
-def prefill(x: Inputs, state: TritonChunkState, slots: Tensor, *, exact: bool = False) -> Tensor:
+_KEEP, _COUNT = Launch(gla_keep_kernel), Launch(gla_count_kernel)
+
+
+def prefill(x: Inputs, state: TritonChunkState, slots: Tensor, *, exact: bool = False, fresh: bool = False) -> Tensor:
     """x's sequences continue in their slots, int64 [S] on the device, distinct -> o [T, H, V]. x is checked.
 
-    exact: every row is computed as `step` computes it."""
-    tokens, size = x.v.shape[0], x.chunk_size
-    counted = state.count.index_select(0, slots)
-    pending = counted % size
+    exact: every row is computed as `step` computes it; fresh: the slots are empty, and nothing is fetched from them."""
+    tokens, size, slots = x.v.shape[0], x.chunk_size, aligned(slots)
     plan = build_device_plan(
-        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=size, shared=x.q1 is not None, pending=pending
-    )
-    full, rest = _full_chunks(plan)
-    c = _call(x, state, slots, plan)
+        x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=size, shared=x.q1 is not None,
+        pending=None if fresh else state.count.index_select(0, slots) % size,
+    )  # fmt: skip
+    full, rest = torch.empty_like(plan.chunks), torch.empty_like(plan.chunks)
+    constants = dict(N=x.num_partitions, C=size, BLOCK=power_of_two(size), FRESH=fresh)
+    _COUNT((plan.begin.numel(),), (slots, plan.begin, plan.chunks, plan.rows, state.count, full, rest), (), constants)
+    c = _fresh_call(x, slots) if fresh else _call(x, state, slots, plan)
     stored = stored_exactly(c.sizes) if exact else None
     boundary, final, chunks = start_states(c, replace(plan, chunks=full), end=True, stored=stored)
     _keep(c, plan, full, rest, final, boundary, state, slots)
-    grown = counted + torch.where(plan.chunks > 0, full * size + rest - pending, 0)
-    state.count.index_copy_(0, slots, grown.to(state.count.dtype))
     return mix_by_rows(c, plan, boundary, tokens) if exact else mix(c, chunks, boundary)[:tokens]
 
 
-def _full_chunks(plan: DevicePlan) -> tuple[Tensor, Tensor]:
-    """Full chunks of each stream and the rows behind them, int32 [S, 1+N] both."""
-    last = (plan.begin + plan.chunks - 1).clamp_(min=0)
-    filled = (plan.rows[last] >= 0).sum(-1)
-    unfinished = (plan.chunks > 0) & (filled < plan.rows.shape[1])
-    return (plan.chunks - unfinished.int()).contiguous(), torch.where(unfinished, filled, 0).int().contiguous()
+def _fresh_call(x: Inputs, slots: Tensor) -> Call:
+    """The forward's call of sequences that begin."""
+    routes = max(a.shape[1] for a in (x.q2, x.k2, x.g2))
+    q2, k2, g2 = (a.expand(-1, routes, -1, -1) for a in (x.q2, x.k2, x.g2))
+    return make_call(
+        x.q1, x.k1, x.g1, q2, k2, g2, x.v, None if x.same_values else x.v2, x.weight, x.index, None,
+        x.num_partitions, x.scale, x.gate, x.chunk_size, slots.shape[0],
+    )  # fmt: skip
 
 
 def _call(x: Inputs, state: TritonChunkState, slots: Tensor, plan: DevicePlan) -> Call:
@@ -136,7 +157,7 @@ def _keep(
         state.high, state.low, *(state.pending[n] for n in ("k", "g", "v", "ks", "factor")), state.total
     )  # fmt: skip
     tensors = (
-        aligned(slots), plan.begin, full, rest, plan.rows, final, boundary,
+        slots, plan.begin, full, rest, plan.rows, final, boundary,
         first.k, first.g, first.v, routed.k, routed.g, routed.v, c.weight, *pools,
     )  # fmt: skip
     constants = dict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.kernels.backend import FusedBackend, on_device_of, takes_triton
+from posttrain.kernels.backend import FusedBackend, on_device_of, run_function, takes_triton
 from posttrain.kernels.swiglu.reference import swiglu_reference
 
 __all__ = ["swiglu"]
@@ -29,5 +29,5 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: FusedBackend | None = None) -> 
         from posttrain.kernels.swiglu.triton_swiglu import TritonSwiGLU
 
         with on_device_of(gate):
-            return TritonSwiGLU.apply(gate, up)
+            return run_function(TritonSwiGLU, gate, up)
     return swiglu_reference(gate, up)

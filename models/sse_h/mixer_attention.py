@@ -23,7 +23,7 @@ from posttrain.kernels.paged_attention import MAX_WIDTH, paged_attention
 from posttrain.kernels.paged_attention.exact import exact_attention, exact_paged_attention
 from posttrain.kernels.rotary import rotary as apply_rotary
 from posttrain.models.cache import KVPool
-from posttrain.models.linear import Linear, RMSNorm
+from posttrain.models.linear import Linear, RMSNorm, few_rows
 from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
 from posttrain.models.sse_h.configuration import SSEHConfig
 
@@ -112,9 +112,7 @@ class AttentionMixer(nn.Module):
         """`lengths` of the packed sequences, none of them 0; with a `pool`, sequence s continues slot `slots[s]`, which holds
         `starts[s]` tokens. Of a pool in pages, `where` says where each token goes; a `OneToken` needs no slots and starts."""
         tokens = x.shape[0]
-        q = self.q_proj(x).view(tokens, self.heads, self.head_dim)
-        k = self.k_proj(x).view(tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(tokens, self.kv_heads, self.head_dim)
+        q, k, v = (a.view(tokens, -1, self.head_dim) for a in few_rows((self.q_proj, self.k_proj, self.v_proj), (x, x, x)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)

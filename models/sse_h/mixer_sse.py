@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from posttrain.kernels.pair_map import Map, log_decay, pair_map
 from posttrain.kernels.pair_map.reference import map_reference
 from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
-from posttrain.models.linear import Linear, RMSNorm, elementwise, has_hooks, is_plain, joint_linear, silu
+from posttrain.models.linear import Linear, RMSNorm, elementwise, few_rows, has_hooks, is_plain, joint_linear, silu, take_few
 from posttrain.models.packing import Part
 from posttrain.models.sse_h.configuration import SSEHConfig
 
@@ -41,23 +41,47 @@ def low_rank(inputs: int, rank: int, outputs: int, *, bias: bool = False, zero_i
     return nn.Sequential(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=bias, zero_init=zero_init))
 
 
-class NarrowProducts:
-    """Calls router, gates and adapters (a `Linear` or a `low_rank` pair each) on one x [T, hidden]; on a GPU their first products
-    are made together: all of them are narrow."""
+class Products:
+    """Calls projections, router, gates and adapters (a `Linear` or a `low_rank` pair each) on one x [T, hidden].
 
-    def __init__(self, x: Tensor, modules: Sequence[nn.Module]) -> None:
+    On a GPU the first products of the `narrow` ones are made together: each would be bound by reading x. Of few rows all are,
+    and then the pairs' second products: each would leave most of the device idle."""
+
+    def __init__(self, x: Tensor, wide: Sequence[nn.Module], narrow: Sequence[nn.Module]) -> None:
         self._x = x
-        self._parts: dict[nn.Module, Tensor] = {}
-        if x.is_cuda:
-            plain = [m for m in modules if is_plain(m) or (type(m) is nn.Sequential and not has_hooks(m) and is_plain(m[0]))]
-            firsts = [m[0] if isinstance(m, nn.Sequential) else m for m in plain]
-            self._parts = dict(zip(plain, joint_linear(x, firsts), strict=True)) if plain else {}
+        self._firsts: dict[nn.Module, Tensor] = {}
+        self._done: dict[nn.Module, Tensor] = {}
+        if self._make_all([*wide, *narrow]) or not x.is_cuda:
+            return
+        plain = [m for m in narrow if is_plain(_first(m))]
+        if plain:
+            self._firsts = dict(zip(plain, joint_linear(x, [_first(m) for m in plain]), strict=True))
+
+    def _make_all(self, modules: list[nn.Module]) -> bool:
+        pairs = [m for m in modules if _is_pair(m)]
+        if not take_few([_first(m) for m in modules], self._x) or not take_few([m[1] for m in pairs], self._x):
+            return False
+        firsts = few_rows([_first(m) for m in modules], [self._x] * len(modules))
+        self._done = dict(zip(modules, firsts, strict=True))
+        if pairs:
+            self._done |= dict(zip(pairs, few_rows([m[1] for m in pairs], [self._done[m] for m in pairs]), strict=True))
+        return True
 
     def __call__(self, module: nn.Module) -> Tensor:
-        part = self._parts.get(module)
+        if module in self._done:
+            return self._done[module]
+        part = self._firsts.get(module)
         if part is None:
             return module(self._x)
         return module[1](part) if isinstance(module, nn.Sequential) else part
+
+
+def _is_pair(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return type(module) is nn.Sequential and not has_hooks(module)
+
+
+def _first(module: nn.Module) -> nn.Module:
+    return module[0] if _is_pair(module) else module
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -108,13 +132,16 @@ class SSEMixerBase(nn.Module):
     ) -> MixerOutput:
         """`parts` cover the packed tokens; with a `state`, they say which slots their sequences continue (no gradients then).
         `router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
-        narrow = NarrowProducts(x, self._narrow_modules())
-        probs, weight, index = self._route(narrow(self.e_proj), router_index)
-        q1, k1, q2, k2, v, v2 = self._project(x, index, narrow)
-        o = self._mix_parts((q1, k1, q2, k2, v, weight, index), self._gates(narrow), v2, parts, state)
-        y = self.o_norm(o, None if self.g_proj is None else self._heads(self.g_proj(x)))
+        products = Products(x, self._wide_modules(), self._narrow_modules())
+        probs, weight, index = self._route(products(self.e_proj), router_index)
+        q1, k1, q2, k2, v, v2 = self._project(x, index, products)
+        o = self._mix_parts((q1, k1, q2, k2, v, weight, index), self._gates(products), v2, parts, state)
+        y = self.o_norm(o, None if self.g_proj is None else self._heads(products(self.g_proj)))
         balance = balance_loss(probs, index) if with_balance_loss else None
         return MixerOutput(o=o, y=self.o_proj(y.reshape(x.shape[0], -1)), balance_loss=balance, index=index)
+
+    def _wide_modules(self) -> list[nn.Module]:
+        return [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
 
     def _narrow_modules(self) -> list[nn.Module]:
         adapters = [self.lora_q_proj, self.lora_k_proj] if self.projections == "adapter" else []
@@ -133,7 +160,7 @@ class SSEMixerBase(nn.Module):
         for part in parts:
             common: dict[str, Any] = {"num_partitions": self.partitions, "cu_seqlens": part.cu_seqlens, "gate": self.router_gate}
             if state is not None:
-                common.update(state=state, slots=part.slots)
+                common.update(state=state, slots=part.slots, fresh=part.fresh)
             rows = part.rows
             if v2 is not None:
                 common["v2"] = v2 if rows is None else v2[rows]
@@ -154,13 +181,13 @@ class SSEMixerBase(nn.Module):
         return probs, probs.gather(-1, index), index
 
     def _project(
-        self, x: Tensor, index: Tensor, narrow: NarrowProducts
+        self, x: Tensor, index: Tensor, products: Products
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q1, k1 [T, H, K], q2, k2 ([T, R, H, K] with a projection a partition), v [T, H, V] and v2 [T, R, H, V] or None."""
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(silu(self.v_proj(x)))
+        q, k, v = (self._heads(a) for a in (products(self.q_proj), products(self.k_proj), silu(products(self.v_proj))))
         if self.projections == "adapter":
-            q1, q2 = pair_map(q, self._heads(narrow(self.lora_q_proj)).to(q.dtype), "silu")
-            k1, k2 = pair_map(k, self._heads(narrow(self.lora_k_proj)).to(k.dtype), self.key_map)
+            q1, q2 = pair_map(q, self._heads(products(self.lora_q_proj)).to(q.dtype), "silu")
+            k1, k2 = pair_map(k, self._heads(products(self.lora_k_proj)).to(k.dtype), self.key_map)
             return q1, k1, q2, k2, v, None
         q1, k1 = silu(q), self._map_key(k)
         if self.projections == "shared":
@@ -182,7 +209,7 @@ class SSEMixerBase(nn.Module):
     def _gate_modules(self) -> list[nn.Module]:
         raise NotImplementedError
 
-    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
+    def _gates(self, products: Products) -> tuple[Tensor, ...]:
         """What `_mix` takes as `gates`: tensors of T rows."""
         raise NotImplementedError
 
@@ -215,8 +242,8 @@ class SSEMixer(SSEMixerBase):
     def _gate_modules(self) -> list[nn.Module]:
         return list(self.gk_proj)
 
-    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
-        return tuple(self._heads(log_decay(narrow(gate), self.normalizer)) for gate in self.gk_proj)
+    def _gates(self, products: Products) -> tuple[Tensor, ...]:
+        return tuple(self._heads(log_decay(products(gate), self.normalizer)) for gate in self.gk_proj)
 
     def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):
         g1, g2 = gates
@@ -240,10 +267,10 @@ class SSEGDNMixer(SSEMixerBase):
     def _gate_modules(self) -> list[nn.Module]:
         return [self.a_proj, self.b_proj]
 
-    def _gates(self, narrow: NarrowProducts) -> tuple[Tensor, ...]:
+    def _gates(self, products: Products) -> tuple[Tensor, ...]:
         """g1, g2, b1, b2, each [T, H]."""
-        g = -self.A_log.float().exp() * elementwise(F.softplus, narrow(self.a_proj).float() + self.dt_bias.float())
-        b = elementwise(torch.sigmoid, narrow(self.b_proj).float())
+        g = -self.A_log.float().exp() * elementwise(F.softplus, products(self.a_proj).float() + self.dt_bias.float())
+        b = elementwise(torch.sigmoid, products(self.b_proj).float())
         return *g.chunk(2, dim=-1), *b.chunk(2, dim=-1)
 
     def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):

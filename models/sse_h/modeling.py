@@ -330,7 +330,7 @@ class SSEHModel(SSEHPreTrainedModel):
                 where = _places(positions, slots, lengths)
         return Step(
             lengths=lengths,
-            parts=make_parts(lengths, slot_tensor, device),
+            parts=make_parts(lengths, slot_tensor, device, starts),
             rotary=rotary,
             with_balance_loss=self.training,
             cache=cache,
@@ -491,7 +491,7 @@ class SSEHForCausalLM(SSEHPreTrainedModel, GenerationMixin):
         return loss if self.model.balance_loss is None else loss + self.model.balance_loss
 
 
-def scores_labels(model: nn.Module) -> bool:
+def scores_labels(model: Any) -> bool:
     """Whether `model`, which may be wrapped (DistributedDataParallel, DeepSpeed, PEFT), takes `score_labels`."""
     while hasattr(model, "module"):
         model = model.module

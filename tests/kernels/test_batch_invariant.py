@@ -7,13 +7,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.kernels.batch_invariant import exact_linear, head_logprobs, logprobs_of
+from posttrain.kernels.batch_invariant import exact_linear, few_row_products, head_logprobs, logprobs_of
 
 pytest.importorskip("triton")
 from posttrain.kernels.batch_invariant.triton_linear import FEW, MANY, TILES, launch_linear, tile_for
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
+INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="interpreted only where there is no GPU")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
 
 
@@ -128,3 +129,35 @@ def test_log_probabilities_at_the_width_of_a_vocabulary(vocabulary):
         logits = exact_linear(hidden[rows], weight, out_dtype=torch.float32)
         heat = torch.full((logits.shape[0],), 0.9, device=DEVICE)
         assert torch.equal(logprobs_of(logits, targets[rows], heat), logp[rows])
+
+
+WIDTHS = [(72, 70), (72, 8), (16, 70), (72, 1), (3, 5)]
+GPU_WIDTHS = [(2304, 2304), (2304, 2304), (2304, 8), (64, 2304), (16, 2304), (2304, 7424)]
+TOGETHER = [
+    pytest.param(WIDTHS, torch.float32, marks=INTERPRETED), pytest.param(WIDTHS[:2] * 5, torch.bfloat16, marks=INTERPRETED),
+    pytest.param(GPU_WIDTHS, torch.bfloat16, marks=GPU),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("widths", "dtype"), TOGETHER)
+@pytest.mark.parametrize("rows", [1, 17, 70, 200])
+def test_products_together_have_the_bits_that_they_have_alone(widths, dtype, rows):
+    """Inputs are columns of a wider tensor, every other product has a bias."""
+    whole = draw(rows, 8 + max(k for k, _ in widths), dtype=dtype)
+    xs = [whole[:, 8 * (i % 2) :][:, :k] for i, (k, _) in enumerate(widths)]
+    weights = [draw(n, k, dtype=dtype, seed=i) for i, (k, n) in enumerate(widths)]
+    biases = [draw(n, dtype=dtype, seed=50 + i) if i % 2 else None for i, (_, n) in enumerate(widths)]
+    found = few_row_products(xs, weights, biases)
+    for y, x, weight, bias in zip(found, xs, weights, biases, strict=True):
+        assert torch.equal(y, exact_linear(x, weight, bias))
+
+
+def test_products_that_do_not_go_together():
+    x, w = torch.zeros(2, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="up to 10 products of up to 256 rows"):
+        few_row_products([x] * 11, [w] * 11, [None] * 11)
+    with pytest.raises(ValueError, match="up to 10 products of up to 256 rows"):
+        few_row_products([x.new_zeros(257, 4)], [w], [None])
+    with pytest.raises(ValueError, match=r"x must be \[2, K\]"):
+        few_row_products([x, x], [w, w[:, :3]], [None, None])
+    assert few_row_products([x[:0]], [w], [None])[0].shape == (0, 3)

@@ -186,6 +186,24 @@ def test_prefill_in_pieces_leaves_what_tokens_leave(name, device, dtype):
         assert_same(live(state, slot), live(single, slot))
 
 
+@runs("n2k1", "two routes", "per route", "no shared", "odd chunk", more=tuple(ON_GPU))
+def test_a_prefill_of_empty_slots_needs_nothing_from_them(name, device, dtype):
+    """Told that the slots are fresh: the same bits, over what earlier sequences left behind too."""
+    case = case_of(name)
+    given = draw(case, device, dtype)
+    slots = [2, 5, 1][: len(case.lengths)]
+    whole = {s: (0, n) for s, n in enumerate(case.lengths)}
+    known, out = allocate(case, device, dtype), empty_output(given)
+    feed(case, given, known, slots, whole, out)
+    state, fresh_out = allocate(case, device, dtype), empty_output(given)
+    one_by_one(case, given, state, slots, empty_output(given))
+    state.reset(torch.tensor(slots, device=device))
+    feed(case, given, state, slots, whole, fresh_out, fresh=True)
+    assert torch.equal(fresh_out, out)
+    for slot in slots:
+        assert_same(live(state, slot), live(known, slot))
+
+
 @runs("n2k1", "two routes", "strong decay", more=tuple(ON_GPU))
 def test_tokens_after_a_prefill(name, device, dtype):
     case = replace(case_of(name), lengths=(case_of(name).lengths[0],))

@@ -42,8 +42,9 @@ def test_the_comparison_finds_a_shift(bench):
         completion = Completion(
             **parts, logprobs=shifted, plain_logprobs=shifted, finish_reason="length", router_indices=None
         )  # fmt: skip
-        found = bench.compare(model, [completion])
+        found = bench.compare(model, [completion], model)
         assert found["tokens"] == 20 and found["mean_difference"] == pytest.approx(shift, abs=1e-5)
+        assert found["trainer_error"] == pytest.approx(0, abs=1e-5) and found["generator_error"] == pytest.approx(shift, abs=1e-5)
         assert found["k3"] == pytest.approx(math.exp(shift) - 1 - shift, abs=1e-5)
 
 
@@ -53,6 +54,6 @@ def test_a_trial_writes_both_files(bench, tmp_path):
     record = json.loads((tmp_path / "generator.json").read_text())
     assert [row["sequences"] for row in record["rows"]] == [3, 1] and record["check"][0]["within_goals"]
     assert [row["samples"] for row in record["first_token"]] == [1, 8]
-    assert "| sse-h-2b | 48 | 3 |" in (tmp_path / "generator.md").read_text()
+    assert "| sse-h-2b | default | 48 | 3 |" in (tmp_path / "generator.md").read_text()
     with pytest.raises(SystemExit):
         bench.parse(["--tiny", "--device", "cpu"])
