@@ -16,7 +16,7 @@ TILE = 2048
 
 
 @triton.jit
-def _softmax(x, column, K: tl.constexpr):
+def softmax_rows(x, column, K: tl.constexpr):
     x = tl.where((column < K)[None, :], x, float("-inf"))
     e = tl.exp(x - tl.max(x, axis=1)[:, None])
     return e / tl.sum(e, axis=1)[:, None]
@@ -24,7 +24,7 @@ def _softmax(x, column, K: tl.constexpr):
 
 @triton.jit
 def _softmax_gradient(x, g, column, K: tl.constexpr):
-    y = _softmax(x, column, K)
+    y = softmax_rows(x, column, K)
     return y * (g - tl.sum(y * g, axis=1)[:, None])
 
 
@@ -45,8 +45,8 @@ def pair_map_forward_kernel(
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     z = x + tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
     if SOFTMAX:
-        y1 = _softmax(x, column, K)
-        y2 = _softmax(z, column, K)
+        y1 = softmax_rows(x, column, K)
+        y2 = softmax_rows(z, column, K)
     else:
         y1 = x * tl.sigmoid(x)
         y2 = z * tl.sigmoid(z)
@@ -76,16 +76,20 @@ def pair_map_backward_kernel(
     tl.store(DD + at, d2.to(DD.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def log_sigmoid(x):
+    """min(x, 0) - log(1 + exp(-|x|)); where the exponential is small, 1 + it would lose its digits, and three terms suffice."""
+    e = tl.exp(-tl.abs(x))
+    tail = tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
+    return tl.minimum(x, 0.0) - tail
+
+
 @triton.jit(do_not_specialize=["units"])
 def log_decay_forward_kernel(X, Y, units, inverse, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < units.to(tl.int64) * UNIT
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    # min(x, 0) - log(1 + exp(-|x|)); where the exponential is small, 1 + it would lose its digits, and three terms suffice.
-    e = tl.exp(-tl.abs(x))
-    tail = tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
-    y = (tl.minimum(x, 0.0) - tail) * inverse
-    tl.store(Y + at, y, mask=inside)
+    tl.store(Y + at, log_sigmoid(x) * inverse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["units"])

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.kernels.decode_inputs import DecodeInputs, decode_inputs
 from posttrain.kernels.pair_map import Map, log_decay, pair_map
 from posttrain.kernels.pair_map.reference import map_reference
 from posttrain.kernels.sse import ChunkState, balance_loss, route, sse, sse_extend, sse_gdn, sse_gdn_extend
@@ -51,7 +52,8 @@ class Products:
         self._x = x
         self._firsts: dict[nn.Module, Tensor] = {}
         self._done: dict[nn.Module, Tensor] = {}
-        if self._make_all([*wide, *narrow]) or not x.is_cuda:
+        self.few = self._make_all([*wide, *narrow])
+        if self.few or not x.is_cuda:
             return
         plain = [m for m in narrow if is_plain(_first(m))]
         if plain:
@@ -133,12 +135,22 @@ class SSEMixerBase(nn.Module):
         """`parts` cover the packed tokens; with a `state`, they say which slots their sequences continue (no gradients then).
         `router_index` [T, R] replaces the router's choice; the weights still come from the live router."""
         products = Products(x, self._wide_modules(), self._narrow_modules())
-        probs, weight, index = self._route(products(self.e_proj), router_index)
-        q1, k1, q2, k2, v, v2 = self._project(x, index, products)
-        o = self._mix_parts((q1, k1, q2, k2, v, weight, index), self._gates(products), v2, parts, state)
+        inputs = None if router_index is not None or with_balance_loss else self._few_inputs(products)
+        if inputs is not None:
+            q1, k1, q2, k2, v, g1, g2, weight, index = inputs
+            probs, gates, v2 = None, (g1, g2), None
+        else:
+            probs, weight, index = self._route(products(self.e_proj), router_index)
+            q1, k1, q2, k2, v, v2 = self._project(x, index, products)
+            gates = self._gates(products)
+        o = self._mix_parts((q1, k1, q2, k2, v, weight, index), gates, v2, parts, state)
         y = self.o_norm(o, None if self.g_proj is None else self._heads(products(self.g_proj)))
-        balance = balance_loss(probs, index) if with_balance_loss else None
+        balance = balance_loss(probs, index) if with_balance_loss and probs is not None else None
         return MixerOutput(o=o, y=self.o_proj(y.reshape(x.shape[0], -1)), balance_loss=balance, index=index)
+
+    def _few_inputs(self, products: Products) -> DecodeInputs | None:
+        """What the operator takes, of few rows in one launch; None where that does not pay or is not possible."""
+        return None
 
     def _wide_modules(self) -> list[nn.Module]:
         return [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
@@ -244,6 +256,15 @@ class SSEMixer(SSEMixerBase):
 
     def _gates(self, products: Products) -> tuple[Tensor, ...]:
         return tuple(self._heads(log_decay(products(gate), self.normalizer)) for gate in self.gk_proj)
+
+    def _few_inputs(self, products: Products) -> DecodeInputs | None:
+        if not products.few or self.exact or self.projections != "adapter":
+            return None
+        names = (self.q_proj, self.lora_q_proj, self.k_proj, self.lora_k_proj, self.v_proj, *self.gk_proj)
+        return decode_inputs(
+            *(self._heads(products(module)) for module in names), products(self.e_proj), selected=self.selected,
+            key_map=self.key_map, normalizer=self.normalizer,
+        )  # fmt: skip
 
     def _mix(self, q1, k1, q2, k2, v, weight, index, gates, common):
         g1, g2 = gates

@@ -26,7 +26,7 @@ from posttrain.kernels.batch_invariant import head_logprobs
 from posttrain.kernels.recompute import keep_results
 from posttrain.kernels.wide_product import wide_product
 from posttrain.models.cache import KVPool, SlotCache
-from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU, is_plain
+from posttrain.models.linear import AddRMSNorm, Linear, RMSNorm, SwiGLU, has_hooks, is_plain
 from posttrain.models.loss import alike, chunked_cross_entropy, shift_labels
 from posttrain.models.packing import Packing, Part, make_packing, make_parts
 from posttrain.models.paged import NewTokens, OneToken, PagedKV, upload
@@ -99,7 +99,22 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, step: Step, router_index: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [T, hidden] -> (x [T, hidden], balance loss or None, partitions [T, R] or None)."""
-        x, h = self.input_layernorm(x)
+        x, mixed, balance, index = self._mixed(x, None, step, router_index)
+        x, h = self.post_attention_layernorm(x, mixed)
+        return x + self.mlp(h), balance, index
+
+    def decode(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One layer of a decode step on x + delta -> (x, what is to be added to it, partitions or None): the next layer's norm
+        adds it on its way."""
+        x, mixed, _, index = self._mixed(x, delta, step, None)
+        x, h = self.post_attention_layernorm(x, mixed)
+        return x, self.mlp(h), index
+
+    def _mixed(
+        self, x: Tensor, delta: Tensor | None, step: Step, router_index: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """-> x + delta, the mixer's result on its norm, balance loss, partitions."""
+        x, h = self.input_layernorm(x, delta)
         state = step.cache.states[self.layer_idx] if step.cache is not None else None
         balance = index = None
         if self.routed:
@@ -116,8 +131,7 @@ class SSEHDecoderLayer(GradientCheckpointingLayer):
             if isinstance(state, KVPool | PagedKV):
                 pool = {"pool": state, "slots": step.slots or (), "starts": step.starts or (), "where": step.where}
             mixed = self.mixer(h, lengths=step.lengths, rotary=step.rotary, **pool)
-        x, h = self.post_attention_layernorm(x, mixed)
-        return x + self.mlp(h), balance, index
+        return x, mixed, balance, index
 
 
 class SSEHPreTrainedModel(PreTrainedModel):
@@ -266,13 +280,18 @@ class SSEHModel(SSEHPreTrainedModel):
             cache=cache,
             where=one_token,
         )
-        x, indices = self.embed_tokens(input_ids[0]), []
+        x, delta, indices = self.embed_tokens(input_ids[0]), None, []
         for layer in self.layers:
-            x, _, index = layer(x, step)
+            assert isinstance(layer, SSEHDecoderLayer)
+            if has_hooks(layer):
+                x, _, index = layer(x if delta is None else x + delta, step)
+                delta = None
+            else:
+                x, delta, index = layer.decode(x, delta, step)
             if index is not None:
                 indices.append(index)
         return SSEHModelOutput(
-            last_hidden_state=self.norm(x)[None],
+            last_hidden_state=self.norm(x if delta is None else x + delta)[None],
             past_key_values=cache,
             router_indices=torch.stack(indices) if indices else None,
         )

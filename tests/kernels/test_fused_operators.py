@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.kernels import backend as backends
 from posttrain.kernels.backend import on_device_of, use_fused_backend
+from posttrain.kernels.decode_inputs import decode_inputs
 from posttrain.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from posttrain.kernels.linear_cross_entropy.chunked import _loss_and_gradient
 from posttrain.kernels.pair_map import log_decay, pair_map
@@ -190,6 +191,45 @@ def test_log_decay(backend, dtype, shape):
     found = log_decay(torch.tensor([12.0, 30.0, -200.0], device=DEVICE), 16.0, backend=backend)
     want = F.logsigmoid(torch.tensor([12.0, 30.0, -200.0], dtype=torch.float64)) / 16
     torch.testing.assert_close(found.double().cpu(), want, rtol=1e-5, atol=0)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("key_map", ["silu", "softmax"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "values", "partitions", "selected"), [(5, 2, 20, 24, 4, 1), (1, 3, 128, 128, 7, 3)]
+)
+def test_decode_inputs(backend, dtype, key_map, tokens, heads, width, values, partitions, selected):
+    tensors = [randn(tokens, heads, width, seed=i, scale=3).to(DEVICE, dtype) for i in range(6)]
+    v = randn(tokens, heads, values, seed=6).to(DEVICE, dtype)
+    router = randn(tokens, partitions, seed=7).to(DEVICE, dtype)
+    router[0, 1:3] = router[0].max()  # a tie, which goes to the lowest
+    q, dq, k, dk, gate1, gate2 = tensors
+    found = decode_inputs(
+        q, dq, k, dk, v, gate1, gate2, router, selected=selected, key_map=key_map, normalizer=16.0, backend=backend
+    )
+    f = F.silu if key_map == "silu" else (lambda x: torch.softmax(x, -1))
+    q, dq, k, dk, gate1, gate2, v64 = (a.double() for a in (*tensors, v))
+    want = (F.silu(q), f(k), F.silu(q + dq), f(k + dk), F.silu(v64), F.logsigmoid(gate1) / 16, F.logsigmoid(gate2) / 16)
+    for name, a, b in zip(found._fields, found, want):
+        tolerance = 1.6e-2 if a.dtype == torch.bfloat16 else 1e-5  # PyTorch also rounds x + delta
+        assert (a.double() - b).norm() <= tolerance * b.norm(), name
+    probs = torch.softmax(router.double(), -1)
+    order = probs.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(found.index, order.indices[:, :selected]) and found.weight.dtype == torch.float32
+    torch.testing.assert_close(found.weight.double(), order.values[:, :selected], rtol=1e-5, atol=1e-6)
+    assert found.g1.dtype == torch.float32
+
+
+def test_decode_inputs_refuses_what_does_not_fit():
+    a, v, router = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(2, 4)
+    options = dict(selected=1, key_map="silu", normalizer=1.0)
+    with pytest.raises(ValueError, match=r"must be \[T, H, K\]"):
+        decode_inputs(a, a, a, a[:1], v, a, a, router, **options)
+    with pytest.raises(ValueError, match=r"router \[T, N\]"):
+        decode_inputs(a, a, a, a, v, a, a, router[:1], **options)
+    with pytest.raises(ValueError, match="selected=5"):
+        decode_inputs(a, a, a, a, v, a, a, router, **{**options, "selected": 5})
 
 
 @BACKENDS
