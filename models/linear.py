@@ -41,8 +41,8 @@ __all__ = [
 
 # Fewest rows whose product has the bits that it has among more rows; measured on AVX-512 and AVX2, 1 to 4 threads.
 MIN_ROWS = 16
-# Rows up to which products that share a launch beat cuBLAS, one after another, on an H200.
-FEW_ROWS = 64
+# Rows up to which two wide products in one launch beat cuBLAS, one after another, on an H200. Several narrower ones always do.
+FEW_WIDE = 64
 # Rows of a joint weight come in eights: 16-byte alignment of half-precision columns, which the fast products ask for.
 _ALIGN = 8
 
@@ -92,19 +92,21 @@ def is_plain(layer: object, *, bias: bool = False) -> bool:
     return not has_hooks(layer) and type(layer.weight) in (nn.Parameter, Tensor) and not hasattr(layer.weight, "ds_id")
 
 
-def take_few(layers: Sequence[nn.Module], x: Tensor) -> bool:
+def take_few(layers: Sequence[nn.Module], x: Tensor, most: int = MOST_ROWS) -> bool:
     """Whether `few_rows` makes the products of these layers on rows like those of x in one launch."""
     if torch.is_grad_enabled() or not takes_triton(x, None) or torch.is_autocast_enabled(x.device.type):
         return False
     if x.is_cuda and x.dtype == torch.float32:
         return False
-    most = MOST_ROWS if all(getattr(layer, "exact", False) for layer in layers) else FEW_ROWS
+    if all(getattr(layer, "exact", False) for layer in layers):
+        most = MOST_ROWS
     return 0 < x.shape[0] <= most and all(is_plain(layer, bias=True) and layer.weight.dtype == x.dtype for layer in layers)
 
 
-def few_rows(layers: Sequence[nn.Module], xs: Sequence[Tensor]) -> list[Tensor]:
-    """`[layer(x) for layer, x in zip(layers, xs)]`, x [T, in_i]; of few rows on a GPU in one launch, without gradients."""
-    if not take_few(layers, xs[0]):
+def few_rows(layers: Sequence[nn.Module], xs: Sequence[Tensor], most: int = MOST_ROWS) -> list[Tensor]:
+    """`[layer(x) for layer, x in zip(layers, xs)]`, x [T, in_i]; of up to `most` rows on a GPU in one launch, without gradients.
+    Strict mode, whose bits it has, takes it for more."""
+    if not take_few(layers, xs[0], most):
         return [layer(x) for layer, x in zip(layers, xs, strict=True)]
     return few_row_products(xs, [layer.weight for layer in layers], [layer.bias for layer in layers])  # pyright: ignore
 
@@ -159,4 +161,4 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*few_rows((self.gate_proj, self.up_proj), (x, x))))
+        return self.down_proj(swiglu(*few_rows((self.gate_proj, self.up_proj), (x, x), FEW_WIDE)))

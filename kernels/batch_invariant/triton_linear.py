@@ -30,19 +30,21 @@ class Tile:
     num_warps: int
 
 
-# For few rows the weights are read once, at 64 rows a program, which gives a 2,304-wide layer 36 programs with 64 KB under way
+# For few rows the weights are read once, at 64 rows a program, which gives a 2,304-wide layer 36 programs with 100 KB under way
 # each; for many, the largest tiles that leave every multiprocessor one.
 FEW = {
-    16: Tile(BM=16, BN=64, BK=128, STAGES=5, num_warps=4),
-    32: Tile(BM=32, BN=64, BK=128, STAGES=5, num_warps=4),
-    64: Tile(BM=64, BN=64, BK=128, STAGES=4, num_warps=4),
+    16: Tile(BM=16, BN=64, BK=128, STAGES=8, num_warps=4),
+    32: Tile(BM=32, BN=64, BK=128, STAGES=6, num_warps=4),
+    64: Tile(BM=64, BN=64, BK=128, STAGES=6, num_warps=4),
 }
 MANY = (
     Tile(BM=256, BN=128, BK=64, STAGES=3, num_warps=8),
     Tile(BM=128, BN=128, BK=64, STAGES=4, num_warps=8),
     Tile(BM=128, BN=64, BK=64, STAGES=4, num_warps=4),
 )
-TILES = (*FEW.values(), *MANY)
+# Too few rows and columns for those to keep the device busy.
+SPARSE = Tile(BM=128, BN=64, BK=64, STAGES=6, num_warps=4)
+TILES = (*FEW.values(), *MANY, SPARSE)
 # Programs from which on a larger tile is worth it.
 ENOUGH = 100
 # Small models' products are a tile or a few.
@@ -59,7 +61,7 @@ def tile_for(rows: int, columns: int) -> Tile:
     for tile in MANY:
         if rows > tile.BM // 2 and cdiv(rows, tile.BM) * cdiv(columns, tile.BN) >= ENOUGH:
             return tile
-    return FEW[32] if rows <= 96 else FEW[64] if rows <= 256 else MANY[-1]
+    return FEW[32] if rows <= 96 else SPARSE if rows <= 256 else MANY[-1]
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "inner"])

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.kernels.batch_invariant import MOST
-from posttrain.kernels.batch_invariant.triton_linear import FEW, INTERPRETED, Tile, unit_of
+from posttrain.kernels.batch_invariant import MOST, MOST_ROWS
+from posttrain.kernels.batch_invariant.triton_linear import INTERPRETED, Tile, unit_of
 from posttrain.kernels.batch_invariant.triton_product import form_of, product
 from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted
 
@@ -86,11 +86,21 @@ def linears_kernel(
 _LINEARS = Launch(linears_kernel)
 
 
-def tile_for_several(rows: int) -> Tile:
-    """For up to MOST_ROWS rows: beyond 64, tiles of rows share a tile of weights through the cache."""
+# By rows, with up to that many of them: for inner sizes of several blocks, and of one, whose loads cannot run ahead.
+_TILES = {
+    16: (Tile(BM=16, BN=64, BK=128, STAGES=8, num_warps=4), Tile(BM=16, BN=64, BK=128, STAGES=4, num_warps=4)),
+    32: (Tile(BM=32, BN=64, BK=128, STAGES=5, num_warps=4), Tile(BM=32, BN=64, BK=128, STAGES=4, num_warps=4)),
+    64: (Tile(BM=64, BN=64, BK=128, STAGES=5, num_warps=4), Tile(BM=64, BN=64, BK=128, STAGES=4, num_warps=4)),
+    128: (Tile(BM=128, BN=64, BK=64, STAGES=6, num_warps=4), Tile(BM=128, BN=64, BK=64, STAGES=4, num_warps=4)),
+    MOST_ROWS: (Tile(BM=128, BN=64, BK=64, STAGES=4, num_warps=4), Tile(BM=128, BN=64, BK=64, STAGES=4, num_warps=4)),
+}
+
+
+def tile_for_several(rows: int, longest: int) -> Tile:
+    """For up to MOST_ROWS rows and inner sizes of up to `longest`; measured on an H200."""
     if interpreted():
         return INTERPRETED
-    return next((tile for most, tile in FEW.items() if rows <= most), FEW[32] if rows <= 96 else FEW[64])
+    return next(tiles for most, tiles in _TILES.items() if rows <= most)[longest <= 128]
 
 
 def launch_linears(
@@ -101,7 +111,7 @@ def launch_linears(
     ys = [x.new_empty(rows, weight.shape[0]) for x, weight in zip(xs, weights, strict=True)]
     if not rows:
         return ys
-    tile = tile or tile_for_several(rows)
+    tile = tile or tile_for_several(rows, max(x.shape[1] for x in xs))
     xs = [x if x.stride(1) == 1 and x.data_ptr() % 16 == 0 else aligned(x) for x in xs]
     weights = [aligned(weight) for weight in weights]
     held = [weight if bias is None else aligned(bias) for bias, weight in zip(biases, weights, strict=True)]

@@ -25,9 +25,9 @@ from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted, 
 BLOCK, SPLIT = 64, 1024
 # Query rows of a program in a packed forward (64 or more, as in a decode step), and programs that share the ranges of a sequence
 # and head in a decode step.
-ROWS, PROGRAMS = 128, 16
-# Blocks of keys on their way.
-STAGES = 3
+ROWS, PROGRAMS = 128, 8
+# Blocks of keys on their way, in a packed forward and in a decode step, three of whose programs then share a multiprocessor.
+STAGES, DECODE_STAGES = 3, 2
 # Rows of a decode step; the interpreter pays for every one.
 LEAST_ROWS = 16 if interpreted() else 64
 LOG2_E = 1.4426950408889634
@@ -193,7 +193,7 @@ def launch_paged(
     group = heads // kv_heads
     rows = max(LEAST_ROWS, power_of_two(group))
     constants = shared | dict(
-        GROUP=group, BM=rows, PAGE=page, BLOCK=BLOCK, FORM=form_of(q.dtype, keys.dtype), STAGES=STAGES,
+        GROUP=group, BM=rows, PAGE=page, BLOCK=BLOCK, FORM=form_of(q.dtype, keys.dtype), STAGES=DECODE_STAGES,
         num_warps=max(4, rows // 16),
     )  # fmt: skip
     slots, positions = aligned(slots), aligned(positions)

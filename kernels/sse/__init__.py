@@ -156,6 +156,7 @@ def sse_gdn(
         g1, b1: [T, H]; g2, b2: [T, H] or [T, R, H].
         q1, k1, q2, k2: as in `sse`, L2-normalised by the caller.
         gate: "write" keeps e before v only, "read" before q only.
+        keep_states: as in `sse`, and the rows' corrections and the chunks' inverses with them, NC*H*C*(V+C) numbers more.
 
     Raises:
         ValueError: as `sse`.

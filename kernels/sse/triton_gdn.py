@@ -13,7 +13,7 @@ gradient,
     z = T^T (A^T y do + k exp(G_C - G) D) = z0 + r D        gradient of S: exp(G_C) D + (exp(G) q)^T y do - (b exp(G) k)^T z
     gradients of the system's right side and of L: z and -z u^T
 
-so z0, r and u (again) come from all chunks in parallel (adjoint), then a reverse scan, then every gradient in parallel. Row
+so z0 and r come from all chunks in parallel (adjoint), then a reverse scan, then every gradient in parallel. Row
 factors are applied to fp32 results, not to the operands of products. Decays enter as exp(G_i - G_j) with j <= i, so none is too
 strong; G is summed in fp64 and kept as two fp32 numbers.
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_common import chunk_rows, dot, first_rows, load_rows, state_offsets, store_rows
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, dot_apart, first_rows, load_rows, state_offsets, store_rows
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def gdn_prepare_kernel(
     products = tl.zeros([BC, BC], dtype=tl.float32)
     for k0 in range(0, K, BK):
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
-        products += dot(kv, turned(kv, HALF), HALF)
+        products = dot_apart(kv, turned(kv, HALF), products, heads, 1, HALF)
     i, j = position[:, None], position[None, :]
     lower = tl.where(i > j, products * decays(high, low, False, BC), 0.0) * strength[:, None]
     solved = unit_lower_inverse(lower, BC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posttrain.kernels.sse.triton_common import chunk_rows, dot, first_rows, load_rows, state_offsets, store_rows
+from posttrain.kernels.sse.triton_common import chunk_rows, dot, dot_apart, first_rows, load_rows, state_offsets, store_rows
 from posttrain.kernels.sse.triton_gdn import (
     decays,
     load_scalars,
@@ -21,12 +21,12 @@ from posttrain.kernels.sse.triton_gdn import (
 
 @triton.jit(do_not_specialize=["heads", "first_chunk"])
 def gdn_adjoint_kernel(
-    rows, q, k, b, v, do, weight, total, inverse, boundary, u, r, z, heads, first_chunk, scale,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr, BDIV: tl.constexpr,
-    VDIV: tl.constexpr, ODIV: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, HALF: tl.constexpr,
+    rows, q, k, do, weight, total, inverse, r, z, heads, first_chunk, scale,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, QDIV: tl.constexpr, KDIV: tl.constexpr,
+    ODIV: tl.constexpr, READ: tl.constexpr, HALF: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """r, z (= z0) and u again, of every chunk. Grid (H * chunks, V blocks)."""
+    """r and z (= z0) of every chunk. Grid (H * chunks, V blocks)."""
     head, chunk, v0 = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads, tl.program_id(1) * BV
     if tl.load(rows + chunk.to(tl.int64) * C) < 0:
         return
@@ -34,22 +34,15 @@ def gdn_adjoint_kernel(
     valid = row >= 0
     high, low, end_high, end_low = load_total(total, chunk, head, heads, C, BC)
     scores_t = tl.zeros([BC, BC], dtype=tl.float32)
-    answer = tl.zeros([BC, BV], dtype=tl.float32)
     for k0 in range(0, K, BK):
         qv = load_rows(q, row // QDIV, valid, head, heads, K, k0, BK)
         kv = load_rows(k, row // KDIV, valid, head, heads, K, k0, BK)
         scores_t += dot(kv, turned(qv, HALF), HALF)
-        where, mask = state_offsets(chunk, head, heads, K, V, k0, v0, BK, BV)
-        answer += dot(kv, tl.load(boundary + where, mask=mask, other=0.0), HALF)
-    strength = load_scalars(b, row // BDIV, valid, head, heads)
-    vv = load_rows(v, row // VDIV, valid, head, heads, V, v0, BV) * row_factors(weight, row, valid, 1.0, WRITE)[:, None]
-    right = (vv - answer * tl.exp(high + low)[:, None]) * strength[:, None]
-    solved = load_tile(inverse, chunk, head, heads, C, C, 0, BC, BC)
-    store_tile(u, dot(solved, right, HALF), chunk, head, heads, C, V, v0, BC, BV)
     solved_t = load_transposed(inverse, chunk, head, heads, C, BC)
     dov = load_rows(do, row // ODIV, valid, head, heads, V, v0, BV)
     read = row_factors(weight, row, valid, scale, READ)
-    du = dot(scores_t * decays(high, low, True, BC) * read[None, :], dov, HALF)
+    scores_t *= decays(high, low, True, BC) * read[None, :]
+    du = dot_apart(scores_t, dov, tl.zeros([BC, BV], dtype=tl.float32), heads, 1, HALF)
     store_tile(z, dot(solved_t, du, HALF), chunk, head, heads, C, V, v0, BC, BV)
     if v0 == 0:
         solved_t *= tl.exp((end_high - high) + (end_low - low))[None, :]
@@ -166,9 +159,12 @@ def gdn_gradient_kernel(
     HALF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Gradients of every row from one block of key columns: dq, dk there; dg, db, dweight [K blocks, rows, H] fp32, this block's
-    share; dv by the first block, adding up as o does. Grid (H * chunks, K blocks)."""
-    head, chunk = tl.program_id(0) % heads, first_chunk + tl.program_id(0) // heads
-    k0, is_first = tl.program_id(1) * BK, tl.program_id(1) == 0
+    share; dv by the first block, adding up as o does. Grid (H * chunks * K blocks)."""
+    # Blocks of one chunk and head run side by side: they share what all columns need.
+    blocks: tl.constexpr = (K + BK - 1) // BK
+    block, item = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    head, chunk = item % heads, first_chunk + item // heads
+    k0, is_first = block * BK, block == 0
     if tl.load(rows + chunk.to(tl.int64) * C) < 0:
         return
     row = chunk_rows(rows, chunk, C, BC)
@@ -215,10 +211,11 @@ def gdn_gradient_kernel(
     dgv += tl.sum(kept, 0) * tl.exp(end_high + end_low)
     dqv += dot(scores, kv, HALF)
     dkv = dkv * to_end[:, None] - answer * (strength * from_start)[:, None]
-    dkv += dot(scores_t, qv, HALF) + dot(symmetric, kv, HALF)
+    dkv = dot_apart(scores_t, qv, dkv, heads, 1, HALF)
+    dkv += dot(symmetric, kv, HALF)
     store_rows(dq, dqv * read[:, None], row, valid, head, heads, K, k0, BK)
     store_rows(dk, dkv, row, valid, head, heads, K, k0, BK)
-    where = (tl.program_id(1) * num_rows + row).to(tl.int64) * heads + head
+    where = (block * num_rows + row).to(tl.int64) * heads + head
     tl.store(dg + where, dgv, mask=valid)
     tl.store(db + where, dbv - answered, mask=valid)
     if READ or WRITE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from posttrain.kernels.sse.triton_common import sum_terms
 from posttrain.kernels.sse.triton_gdn import gdn_output_kernel, gdn_prepare_kernel, gdn_scan_kernel
 from posttrain.kernels.sse.triton_gdn_backward import gdn_adjoint_kernel, gdn_gradient_kernel, gdn_reverse_kernel
 from posttrain.kernels.sse.triton_limits import block_of
+from posttrain.kernels.sse.triton_options import GDN, ChunkOptions
 from posttrain.kernels.sse.triton_plan import DevicePlan, plan_sizes
 from posttrain.kernels.sse.triton_token_sum import TokenSum
 from posttrain.kernels.triton_launch import Launch, aligned, cdiv, interpreted, power_of_two
@@ -46,13 +47,18 @@ class Sizes:
         """The block that covers `width` columns, at most `largest`."""
         return block_of(width, largest, rows=self.BC, half=self.HALF)
 
-    def parallel(self, key_block: int, value_block: int, warps: int = 8) -> dict[str, Any]:
-        """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts."""
+    def parallel(self, options: ChunkOptions) -> dict[str, Any]:
+        """Of a kernel over chunks; fp32 operands take twice the shared memory, twice over for their two parts.
+
+        The warps, stages and registers asked for are for chunks of at most 64 rows in bf16; others take what fits them."""
         cut = (1 if self.HALF else 2) * (2 if self.BC > 64 else 1)
-        blocks = dict(BK=self.block(self.K, key_block // cut), BV=self.block(self.V, value_block // cut))
-        # Two stages of chunks longer than 64 exceed a Hopper multiprocessor's shared memory.
-        stages = 2 if self.BC <= 64 else 1
-        return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | dict(num_warps=warps, num_stages=stages)
+        blocks = dict(BK=self.block(self.K, options.BK // cut), BV=self.block(self.V, options.BV // cut))
+        if self.HALF and self.BC <= 64:
+            launch = dict(num_warps=options.num_warps, num_stages=options.num_stages, maxnreg=options.maxnreg)
+        else:
+            # Two stages of chunks longer than 64 exceed a Hopper multiprocessor's shared memory.
+            launch = dict(num_warps=8, num_stages=2 if self.BC <= 64 else 1, maxnreg=None)
+        return {f.name: getattr(self, f.name) for f in fields(self)} | blocks | launch
 
     def sequential(self) -> dict[str, Any]:
         """Of a kernel along streams, which holds all K rows of a state; few columns, since the steps wait for each other."""
@@ -60,10 +66,9 @@ class Sizes:
         columns = 32 if self.HALF and self.BC <= 64 else 16
         # Loads of the next chunks run ahead where shared memory holds three of them.
         stages = 3 if self.HALF and width * self.BC <= 128 * 64 else 1
+        warps = 4 if width * self.BC <= 128 * 64 else 8
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return own | dict(
-            KW=width, BV=self.block(self.V, columns), STAGES=stages, num_warps=4 if width * self.BC <= 128 * 64 else 8
-        )
+        return own | dict(KW=width, BV=self.block(self.V, columns), STAGES=stages, num_warps=warps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,7 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
         tensors = (plan.rows, kind.k, kind.g, kind.b, kind.v, c.weight, total, inverse, w, u)
         _prepare((heads * kind.num_chunks,), tensors, (heads, kind.first_chunk), dict(
             KDIV=kind.k_div, GDIV=kind.g_div, BDIV=kind.b_div, VDIV=kind.v_div, WRITE=kind.write, KEEP=keep,
-            **s.parallel(128, 128, warps=4 if s.HALF and s.BC <= 64 else 8),
+            **s.parallel(GDN.prepare),
         ))  # fmt: skip
     final = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if end else (0,))
     shape, last = s.sequential(), c.kinds[-1]
@@ -175,7 +180,7 @@ def states(c: Call, plan: DevicePlan, *, end: bool, keep: bool) -> tuple[Tensor,
 
 
 def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tensor) -> Tensor:
-    shape, out = c.sizes.parallel(64, 128), TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
+    shape, out = c.sizes.parallel(GDN.output), TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     for n, kind in enumerate(c.kinds):
         part, add, last = out.target(is_shared=n < len(c.kinds) - 1)
         grid = (c.heads * kind.num_chunks, cdiv(c.sizes.V, shape["BV"]))
@@ -187,19 +192,17 @@ def outputs(c: Call, plan: DevicePlan, total: Tensor, u: Tensor, boundary: Tenso
 
 
 def reverse(
-    c: Call, plan: DevicePlan, total: Tensor, inverse: Tensor, boundary: Tensor, do: Tensor, dfinal: Tensor | None,
-    want_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> u, z, gradients of the states after the chunks, of the initial states (empty unless wanted)."""
+    c: Call, plan: DevicePlan, total: Tensor, inverse: Tensor, do: Tensor, dfinal: Tensor | None, want_initial: bool
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> z, gradients of the states after the chunks, of the initial states (empty unless wanted)."""
     s, heads = c.sizes, c.heads
-    r, u, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.tiles(s.V), c.states()
-    shape = s.parallel(64, 128)
+    r, z, dboundary = c.tiles(s.K), c.tiles(s.V), c.states()
+    shape = s.parallel(GDN.adjoint)
     for kind in c.kinds:
         grid = (heads * kind.num_chunks, cdiv(s.V, shape["BV"]))
-        tensors = (plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, inverse, boundary, u, r, z)
+        tensors = (plan.rows, kind.q, kind.k, do, c.weight, total, inverse, r, z)
         _adjoint(grid, tensors, (heads, kind.first_chunk, c.scale), dict(
-            QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
-            READ=kind.read, WRITE=kind.write, **shape,
+            QDIV=kind.q_div, KDIV=kind.k_div, ODIV=kind.o_div, READ=kind.read, **shape,
         ))  # fmt: skip
     dinitial = total.new_empty((*plan.begin.shape, heads, s.K, s.V) if want_initial else (0,))
     shape, one, two = s.sequential(), c.kinds[0], c.kinds[-1]
@@ -211,7 +214,7 @@ def reverse(
         N=c.partitions, QDIV=two.q_div, KDIV=two.k_div, BDIV=two.b_div, ODIV=two.o_div, READ=two.read,
         SHARED=len(c.kinds) > 1, HAS_INITIAL=dfinal is not None, HAS_FINAL=want_initial, **shape,
     ))  # fmt: skip
-    return u, z, dboundary, dinitial
+    return z, dboundary, dinitial
 
 
 def gradients(
@@ -229,8 +232,9 @@ def gradients(
     s = c.sizes
     # Two blocks of values or more, where they fit: of one block the compiler would load everything ahead, past its registers.
     # Products in fp32 give a warp 16 rows: more warps would hold the rows' sums twice, and write them to the same shared memory.
-    warps = (8 if s.BC <= 64 else 16) if s.HALF else max(1, s.BC // 16)
-    shape = s.parallel(128, min(64, power_of_two(s.V) // 2), warps=warps)
+    shape = s.parallel(replace(GDN.gradient, BV=min(GDN.gradient.BV, power_of_two(s.V) // 2)))
+    if not s.HALF or s.BC > 64:
+        shape["num_warps"] = 16 if s.HALF else max(1, s.BC // 16)
     blocks = cdiv(s.K, shape["BK"])
     dv = None if separate else TokenSum(c.v, routes=c.routes, has_shared=len(c.kinds) > 1)
     found, dweight = [], None
@@ -250,7 +254,7 @@ def gradients(
             plan.rows, kind.q, kind.k, kind.b, kind.v, do, c.weight, total, u, z, boundary, dboundary,
             grads["q"], grads["k"], dg, db, out, part, sent,
         )  # fmt: skip
-        _gradient((c.heads * kind.num_chunks, blocks), tensors, (c.heads, rows, kind.first_chunk, c.scale), dict(
+        _gradient((c.heads * kind.num_chunks * blocks,), tensors, (c.heads, rows, kind.first_chunk, c.scale), dict(
             QDIV=kind.q_div, KDIV=kind.k_div, BDIV=kind.b_div, VDIV=kind.v_div, ODIV=kind.o_div,
             READ=kind.read, WRITE=kind.write, ADD=add, LAST=last, **shape,
         ))  # fmt: skip

@@ -20,7 +20,7 @@ from posttrain.kernels.triton_launch import aligned, compiled_together
 def run_triton_gdn(x: Inputs, *, output_final_state: bool = True, keep_states: bool = True) -> tuple[Tensor, Tensor | None]:
     """Runs checked gated-delta inputs -> o [T,H,V] in v's dtype, final_state [S,1+N,H,K,V] fp32 or None.
 
-    keep_states: the chunks' start states and inverses stay in memory for the backward pass, else they are computed again.
+    keep_states: the chunks' start states, u and inverses stay in memory for the backward pass, else they are computed again.
     """
     seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     # An operator costs the host as much as several launches: only who looks at operators pays for it.
@@ -45,9 +45,9 @@ def _forward_launches(
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
     weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
     num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> o, final state (empty unless asked for), start states and inverses of the chunks (empty unless kept), accumulated log
-    decays, and the plan: rows, begin, chunks."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> o, final state (empty unless asked for), start states, u and inverses of the chunks (empty unless kept), accumulated
+    log decays, and the plan: rows, begin, chunks."""
     c = make_call(
         q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial,
         num_partitions, scale, gate, chunk_size, cu_seqlens.shape[0] - 1,
@@ -57,7 +57,8 @@ def _forward_launches(
     )
     total, inverse, boundary, u, final = states(c, plan, end=output_final_state, keep=keep_states)
     o = outputs(c, plan, total, u, boundary)
-    return o, final, boundary if keep_states else boundary.new_empty(0), inverse, total, plan.rows, plan.begin, plan.chunks
+    kept_states, kept_u = (a if keep_states else a.new_empty(0) for a in (boundary, u))
+    return o, final, kept_states, kept_u, inverse, total, plan.rows, plan.begin, plan.chunks
 
 
 def _forward(
@@ -65,7 +66,7 @@ def _forward(
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
     weight: Tensor, index: Tensor, cu_seqlens: Tensor, initial: Tensor | None,
     num_partitions: int, scale: float, gate: str, chunk_size: int, output_final_state: bool, keep_states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_forward_launches`, compiled together."""
     return compiled_together(
         _forward_launches, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, cu_seqlens, initial,
@@ -105,6 +106,7 @@ def _(
         v.new_empty(v.shape),
         v.new_empty((*streams, heads, key_dim, value_dim) if output_final_state else (0,), dtype=torch.float32),
         v.new_empty((chunks, heads, key_dim, value_dim) if keep_states else (0,), dtype=stored),
+        v.new_empty((chunks, heads, chunk_size, value_dim) if keep_states else (0,), dtype=stored),
         v.new_empty((chunks, heads, chunk_size, chunk_size) if keep_states else (0,), dtype=stored),
         v.new_empty((chunks, heads, 2, chunk_size), dtype=torch.float32),
         v.new_empty((chunks, chunk_size), dtype=torch.int32),
@@ -118,7 +120,7 @@ def _gradient_launches(
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
     weight: Tensor, index: Tensor, initial: Tensor | None,
-    boundary: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
+    boundary: Tensor, u: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
     num_partitions: int, scale: float, gate: str, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> gradients of q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, initial; empty where the input is None."""
@@ -127,9 +129,9 @@ def _gradient_launches(
     )
     plan = _plan(c, rows, begin, chunks)
     if boundary.numel() == 0:
-        _, inverse, boundary, *_ = states(c, plan, end=False, keep=True)
+        _, inverse, boundary, u, _ = states(c, plan, end=False, keep=True)
     do, dfinal = aligned(do), None if dfinal is None else aligned(dfinal)
-    u, z, dboundary, dinitial = reverse(c, plan, total, inverse, boundary, do, dfinal, initial is not None)
+    z, dboundary, dinitial = reverse(c, plan, total, inverse, do, dfinal, initial is not None)
     found, dv, dweight = gradients(c, plan, total, u, z, boundary, dboundary, do, v2 is not None)
     first, second = found[0] if len(found) > 1 else None, found[-1]
     out = [v.new_empty(0) if first is None else first[n] for n in "qkgb"]
@@ -145,13 +147,13 @@ def _gradients(
     q1: Tensor | None, k1: Tensor | None, g1: Tensor | None, b1: Tensor | None,
     q2: Tensor, k2: Tensor, g2: Tensor, b2: Tensor, v: Tensor, v2: Tensor | None,
     weight: Tensor, index: Tensor, initial: Tensor | None,
-    boundary: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
+    boundary: Tensor, u: Tensor, inverse: Tensor, total: Tensor, rows: Tensor, begin: Tensor, chunks: Tensor,
     num_partitions: int, scale: float, gate: str, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_gradient_launches`, compiled together."""
     return compiled_together(
         _gradient_launches, do, dfinal, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial,
-        boundary, inverse, total, rows, begin, chunks, num_partitions, scale, gate, chunk_size,
+        boundary, u, inverse, total, rows, begin, chunks, num_partitions, scale, gate, chunk_size,
         key=(
             "gdn gradients", dfinal is None, boundary.numel() == 0,
             *_constants(q1, q2, g2, b2, v, v2, index, initial, num_partitions, gate, chunk_size),
@@ -164,7 +166,7 @@ sse_gdn_backward = torch.library.custom_op("posttrain::sse_gdn_backward", _gradi
 
 @sse_gdn_backward.register_fake
 def _(
-    do, dfinal, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, boundary, inverse, total, rows, begin, chunks,
+    do, dfinal, q1, k1, g1, b1, q2, k2, g2, b2, v, v2, weight, index, initial, boundary, u, inverse, total, rows, begin, chunks,
     num_partitions, scale, gate, chunk_size,
 ):  # fmt: skip
     def like(a: Tensor | None) -> Tensor:
