@@ -137,6 +137,8 @@ def check(args: argparse.Namespace, device: str) -> bool:
             sampled = sample(llm, prompts, args.tokens)
             again = sample(llm, prompts[::-1], args.tokens)[::-1]  # in pages that were used before
             close(llm)
+            del llm
+            release()
             numbers = compare(folder, dtype, device, prompts, sampled)
             repeated = sum(a == b for (a, _), (b, _) in zip(sampled, again, strict=True))
             ok = numbers["mean_difference"] <= TOLERANCE[dtype] and numbers["largest_gap_where_not"] <= TIED[dtype]
@@ -187,12 +189,15 @@ def speed(args: argparse.Namespace, device: str) -> None:
 
 
 def close(llm: Any) -> None:
-    """Free the engine's memory for the next one."""
+    """End the engine; its memory is free once the caller has dropped it, too, and called `release`."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def release() -> None:
     import gc
 
     import torch
 
-    del llm
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

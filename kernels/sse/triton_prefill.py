@@ -22,7 +22,7 @@ from posttrain.kernels.sse.triton_decode import append_key, load_new
 from posttrain.kernels.sse.triton_exact import mix_by_rows, stored_exactly
 from posttrain.kernels.sse.triton_gla_launch import Call, make_call, mix, start_states
 from posttrain.kernels.sse.triton_plan import DevicePlan, build_device_plan
-from posttrain.kernels.triton_launch import Launch, aligned, power_of_two
+from posttrain.kernels.triton_launch import Launch, aligned, compiled_together, power_of_two
 
 if TYPE_CHECKING:
     from posttrain.kernels.sse.triton_decode_pool import TritonChunkState
@@ -94,6 +94,12 @@ def prefill(x: Inputs, state: TritonChunkState, slots: Tensor, *, exact: bool = 
     """x's sequences continue in their slots, int64 [S] on the device, distinct -> o [T, H, V]. x is checked.
 
     exact: every row is computed as `step` computes it; fresh: the slots are empty, and nothing is fetched from them."""
+    key = ("prefill", x.v.device.index, x.q1 is None, x.q2.dtype, x.g2.dtype, x.v.dtype, x.q2.shape[1:], x.g2.shape[1:])
+    rest = (x.same_values or x.v2.shape[1], x.v.shape[-1], x.index.shape[1], x.num_partitions, x.chunk_size, exact, fresh)
+    return compiled_together(_prefill, x, state, slots, exact, fresh, key=(*key, *rest))
+
+
+def _prefill(x: Inputs, state: TritonChunkState, slots: Tensor, exact: bool, fresh: bool) -> Tensor:
     tokens, size, slots = x.v.shape[0], x.chunk_size, aligned(slots)
     plan = build_device_plan(
         x.index, x.cu_seqlens, num_partitions=x.num_partitions, chunk_size=size, shared=x.q1 is not None,
