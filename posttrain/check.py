@@ -30,6 +30,7 @@ PAPER_VOCABULARY = 151_936
 OPTIMIZER_NUMBERS = {"sgd": 0, "rmsprop": 1, "adagrad": 1, "lion": 1, "adafactor": 0.1}
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT_ARITHMETIC_ROWS = 10_000
+CHECKPOINT_KEYS = ("model=", "model.path=", "distill.teacher.model=")
 
 
 @dataclass(kw_only=True)
@@ -58,7 +59,7 @@ def check(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
         CheckpointError: a checkpoint among the overrides is neither a folder nor a hub id, or one has no usable config.json.
         DataError: a local data file is missing, or its first row lacks a column.
     """
-    given = {text.partition("=")[2].strip() for text in overrides if text.startswith(("model=", "model.path="))}
+    given = {text.partition("=")[2].strip() for text in overrides if text.startswith(CHECKPOINT_KEYS)}
     result = estimate(recipe)
     for name in _checkpoints(recipe):
         try:

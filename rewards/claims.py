@@ -20,7 +20,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\})\d{3})+(?![\d,])")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 _ARROW = re.compile(
-    r"\\(?:to|rightarrow|longrightarrow|Rightarrow|Longrightarrow|implies|mapsto|leadsto|equiv)(?![A-Za-z])|⇒|→|≡"
+    r"\\(?:to|rightarrow|longrightarrow|Rightarrow|Longrightarrow|implies|mapsto|leadsto|equiv|coloneqq)(?![A-Za-z])|:=|⇒|→|≡"
 )
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq|thickapprox)(?![A-Za-z])|≈")
 _EQUALS = re.compile(r"(?<![<>!:\\=])=(?!=)")
@@ -32,18 +32,20 @@ _HEDGES = frozenset(
     for line in (
         "not nor neither either maybe perhaps possibly probably if unless otherwise else between least most than except",
         "versus vs to through until within wrong incorrect false untrue too",
-        "ruled excluded rejected impossible unlikely invalid cannot never bound oder ou nicht nie",
+        "ruled excluded rejected impossible unlikely invalid fails failed extraneous cannot never bound oder ou nicht nie",
     )
     for word in line.split()
 )
+# A number told beside the value, but for a base or modulus: `42\text{ (or 43 by the other method)}`.
+_TOLD = re.compile(r"\\text[a-z]*\s*\{[^{}]*(?<![\w^.])(?<!base )(?<!mod )\d+(?:\.\d+)?(?!\w)[^{}]*\}")
 _HEDGING_CHARACTERS = re.compile(r"(?<!\w)не(?!\w)|不是|并非|‰|n['’]t\b")
 # What follows a number and makes it another one; `12\text{ units squared}` stays 12.
 _CHANGED = re.compile(
-    r"\d\s*(?:squared|cubed|factorial|below zero|per mille|basis points?"
+    r"below zero|\d\s*(?:\^\s*T|squared|cubed|factorial|per mille|basis points?"
     r"|halves|thirds|fourths|fifths|(?:six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|million)ths"
     r"|minus|plus|times \d|divided|multiplied|doubled|tripled|halved|(?:in|de)creased|reduced"
     r"|point (?:zero|one|two|three|four|five|six|seven|eight|nine))\b"
-    r"|\b(?:minus|negative|twice|double|triple|half(?: of)?)\s*-?\d"
+    r"|\b(?:twice|double|triple|half|square)\s+(?:of\s+)?the\b[^=]*=|\b(?:minus|negative|twice|double|triple|half(?: of)?)\s*-?\d"
 )
 _SCALES = {
     "dozen": "12",
@@ -65,13 +67,17 @@ _HEDGED_SENTENCE = re.compile(
     r"|(?:\d|[\s:$][a-z]|:)\s*(?:[<>≤≥]=?|\\(?:leq?|geq?|lt|gt)(?![a-z]))\s*[-$\d]"
     r"|\d\$?\s*(?:±|\\pm(?![a-z])|\+/-)|(?<![\w.])\d+(?:\.\d+)?e[-+]?\d"
     rf"|\d\s*(?:to|&|[-–]{{2}}|\.\.+)\s*\d|\d\s+(?:{'|'.join(_SCALES)})s?\b"
+    r"|\d\s*:\s*\d|\d\s*(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))\s*[a-z](?![a-z>])|\d\s+and\s+an?\s+(?:half|third|quarter)\b"
     r"|[\d}$]\s+and\s+[-$\\(]*\d|(?<=[\d\w.?)$}%])\s+or\s+(?=[\d\\$(-]|[A-J]\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"\d\s*[,;]\s*(?:(?:and|or)\s+)?[-$\\(]*\d")
 _LAST_CHOICE = re.compile(r"[\d}$)]\s+(?:or|oder|ou|o|или)\s+[-$\\(]*[\d][^\s]*[.!\s]*$")
-_DENIED_LAST = re.compile(r"(?:(?:\bnot|n['’]t)\s+|不是\s*)[-$\\(]*\d[^\s。]*[.!。\s]*$")
+_DENIED_LAST = re.compile(
+    r"(?:(?:\b(?:not|cannot|never)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?|不是\s*)[-$\\(]*\d[^\s。]*[.!。\s]*$"
+)
 _RUN = re.compile(r"(?:\d+(?:\s*[,;]\s*|\s+)(?:\.\.\.\s*)?){4,}\d+[.!\s]*$")
+_DROPPED = re.compile(r"\\(?:dim|arg|ker|hom|Pr|wp|Im)(?![A-Za-z])")  # math-verify reads on behind them
 _UNCERTAIN = re.compile(r"\^\s*\{?\s*\+[^{}]*\}?\s*_\s*\{?\s*-|_\s*\{?\s*-[^{}]*\}?\s*\^\s*\{?\s*\+")
 _BOUND = re.compile(
     r"\s*(?:[<>≤≥≠¬≲≳]|\\(?:[gln]eq?|gt|lt|geqslant|leqslant|ll|gg|lesssim|gtrsim|prec|succ|neg|lnot|not)(?![A-Za-z]))"
@@ -120,12 +126,16 @@ def hedged(gold: str, answer: str, *, single: bool) -> bool:
 
     Where the gold is a single value, so do words that join another to it (`42 \\text{ or more}`).
     """
-    if _UNCERTAIN.search(answer) or (_BOUND.match(answer) and not re.search(r"[<>≤≥]|\\[gln]e", gold)):
+    if _UNCERTAIN.search(answer) or (_DROPPED.search(answer) and not _DROPPED.search(gold)):
+        return True
+    if _BOUND.match(answer) and not re.search(r"[<>≤≥]|\\[gln]e", gold):
         return True
     said = _plain(answer)
     if (_CHANGED.search(said) and not _CHANGED.search(_plain(gold))) or (
         _HEDGING_CHARACTERS.search(answer) and not _HEDGING_CHARACTERS.search(gold)
     ):
+        return True
+    if single and _TOLD.search(answer[1:]) and re.match(r"[-\d]", answer) and not _TOLD.search(gold):
         return True
     found = _words(answer) & (_HEDGES | {"or", "and"} if single else _HEDGES)
     if "to" in found and ":" in gold:
@@ -203,6 +213,16 @@ def approximations(text: str) -> list[str]:
     return [side.strip() for side in _APPROXIMATELY.split(text) if side.strip()]
 
 
+def coordinates(text: str) -> str:
+    r"""Values given by name as a point, in the names' order: `y=3\text{ and }x=2` -> `(2,3)`; other text as it is."""
+    parts = [re.fullmatch(r"([a-zA-Z](?:_\{?\d\}?)?)\s*=\s*([^=<>]+)", part) for part in several(text)]
+    named = {part.group(1): part.group(2).strip() for part in parts if part}
+    alike = len(named) == len(parts) > 1 and len({name.isupper() for name in named}) == 1
+    if not alike or re.search(r"\\(?:lor|vee)|\b(?:or|ou|oder)\b", text):
+        return text
+    return "(" + ",".join(named[name] for name in sorted(named)) + ")"
+
+
 def names_each(values: list[str]) -> bool:
     """Whether every value is assigned to a name of its own: `x=1`, `y=2`. Their order says which is which."""
     names = [re.match(r"([^=<>]+)=[^=]+$", value) for value in values]
@@ -228,8 +248,8 @@ def names_option(letter: str, answer: str) -> bool:
     option, no sign that joins letters to an expression (`A \cup B`), no word that takes it back.
     """
     text = _plain(answer)
-    if len(text.strip("().: ")) == 1:
-        return text.strip("().: ").upper() == letter
+    if len(text.strip("()[].: ")) == 1:
+        return text.strip("()[].: ").upper() == letter
     text = re.sub(r"^(?:option|choice|answer)\s+", "", text, flags=re.IGNORECASE)
     found = _OPTION.match(text)
     if not found or next(group for group in found.groups() if group) != letter:

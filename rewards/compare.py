@@ -2,7 +2,7 @@ r"""Whether an answer equals the gold, by math-verify with rules around it. Runs
 
     answer -> clean -> equal as text? -> a rule of our own? -> several values: each on its own
            -> math-verify parses -> numbers: by `numbers`; the rest: by math-verify, then checked number by number
-           -> not if it hedges, chains unequal values, or names another unit (`claims`, `units`)
+           -> not if it hedges, chains unequal values, or names another unit (`claims`, `units`); inequalities: by `relations`
 
 Rules before math-verify (`texts`) settle what it cannot know (an option letter, two ellipses, a.m. against p.m., ratios, written
 bases); the checks after it take back what it accepts wrongly. It never accepts what no rule and no comparison of values accepts.
@@ -12,68 +12,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Abs, Add, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple, Union
+from math_verify import verify
+from sympy import Abs, Add, Basic, Dummy, Expr, FiniteSet, I, Interval, Pow, Symbol, Tuple
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Equality, Relational
 from sympy.logic.boolalg import And
 
 from posttrain.rewards import claims, units
 from posttrain.rewards.normalise import clean
-from posttrain.rewards.numbers import UNCOMPUTABLE, computed, differ, gives, is_number, same_number, same_set, with_fractions
+from posttrain.rewards.numbers import computed, differ, gives, is_number, same_number, same_set, with_fractions
+from posttrain.rewards.parsing import Gold, parse_alone, parse_within, read_gold
 from posttrain.rewards.policy import DEFAULT, AnswerPolicy
+from posttrain.rewards.relations import same_solutions, same_union
 from posttrain.rewards.texts import by_rule, squeeze, with_colons
 
-_CODE = re.compile(r"__|\w\s*\(\s*[\"']|(?<!\\)\blambda\b|\bimport\b|\\verb\b")
-_NORMALISATION = NormalizationConfig(
-    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
+_CODE = re.compile(
+    r"__|\w\s*\(\s*[\"']|(?<!\\)\blambda\b|\bimport\b|\\(?:verb|def|let|newcommand|input|write|csname|catcode)(?![a-z])"
 )
-_ALONE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALISATION), ExprExtractionConfig())
-_TAIL = (LatexExtractionConfig(), ExprExtractionConfig())
-
-
-@dataclass(frozen=True)
-class Gold:
-    """`text` as cleaned; `currency` by its sign, which cleaning takes off."""
-
-    text: str
-    parsed: tuple
-    currency: str | None = None
 
 
 def warm_up() -> None:
     """Compile the regular expressions and the grammar, so that the first verification is not charged for them."""
     gold = read_gold(r"\frac{1}{2}")
     assert gold is not None and matches(gold, "0.5") and not matches(gold, "so it is $3$", "tail")
-
-
-@lru_cache(maxsize=512)
-def read_gold(text: str) -> Gold | None:
-    """The parsed gold answer, or None where nothing can be read from it: every sample of that problem must be left out.
-
-    A LaTeX gold that math-verify can only keep as a string is readable where its braces are balanced: it may be text.
-    """
-    cleaned = clean(text)
-    if not cleaned:
-        return None
-    parsed = _parse_alone(cleaned)
-    if not parsed or (all(isinstance(value, str) for value in parsed) and not _plausible_text(cleaned)):
-        return None
-    return Gold(cleaned, tuple(parsed), units.currency_of(text))
-
-
-def _plausible_text(text: str) -> bool:
-    said = re.sub(r"\\[a-zA-Z]+", "", text)
-    return text.count("{") == text.count("}") and any(character.isalnum() for character in said)
-
-
-def _parse_alone(cleaned: str) -> Sequence[Basic | str]:
-    return parse(rf"\boxed{{{cleaned}}}", _ALONE, parsing_timeout=None)  # type: ignore[arg-type]  # None: no SIGALRM
 
 
 def matches(gold: Gold, answer: str, kind: str = "boxed", policy: AnswerPolicy = DEFAULT) -> bool:
@@ -99,7 +63,7 @@ def _matches_within(gold: Gold, text: str, kind: str, policy: AnswerPolicy) -> b
     letter = claims.option_of_gold(gold.text) if policy.choices else None
     if letter:
         return claims.last_option(text) == letter
-    return _agree(gold, parse(text, _TAIL, parsing_timeout=None), policy)  # type: ignore[arg-type]
+    return _agree(gold, parse_within(text), policy)
 
 
 def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
@@ -114,6 +78,10 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
         return scaled
     if gold.text.startswith("("):
         cleaned = re.sub(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)", "", cleaned)  # a point's own name
+    if gold.text.startswith("(") and isinstance(gold.parsed[0], (Interval, Tuple)):
+        cleaned = claims.coordinates(cleaned)
+    if policy.choices and not claims.option_of_gold(gold.text):
+        cleaned = re.sub(r"^\([A-J]\)(?:\\[ ,;]|\s|~)+(?=\S)", "", cleaned)  # an option's letter before its value
     if ":" in gold.text:
         cleaned = with_colons(cleaned)
     decided = by_rule(gold.text, cleaned, policy)
@@ -132,14 +100,14 @@ def _matches_alone(gold: Gold, answer: str, policy: AnswerPolicy) -> bool:
             return False  # `4 \pm 4 \pm 4` names several values, of which math-verify takes one
         parts = claims.several(cleaned, words_only=isinstance(gold.parsed[0], (Interval, Tuple)) and "(" not in cleaned[1:])
         if len(parts) > 1:
-            return all(_matches_alone(gold, part, policy) for part in parts)
+            return all(_matches_alone(gold, part, policy) for part in parts) or same_union(gold, cleaned)
     elif gold.text.startswith(r"\{") and len(sets := claims.several(cleaned)) > 1 and sets[0].startswith(r"\{"):
         return False  # several sets are not their union, to which math-verify flattens them
     elif not gold.text.startswith(r"\{") and any(part.startswith(r"\{") for part in claims.several(cleaned)[1:]):
         return False
     gold, cleaned = _common_form(gold, cleaned)
-    if not _agree(gold, _parse_alone(cleaned), policy):
-        return _same_union(gold, cleaned)
+    if not _agree(gold, parse_alone(cleaned), policy):
+        return same_union(gold, cleaned)
     return not _overclaims(gold, cleaned, policy)
 
 
@@ -155,7 +123,7 @@ def _matches_scaled(gold: Gold, answer: str, cleaned: str, policy: AnswerPolicy)
 
 def _rounds(sides: Sequence[str]) -> bool:
     r"""Whether each number before a sign of approximation rounds to the one behind: `\sqrt2\approx 1.41`."""
-    read = [parsed[0] if (parsed := _parse_alone(clean(side.split("=")[-1]))) else None for side in sides]
+    read = [parsed[0] if (parsed := parse_alone(clean(side.split("=")[-1]))) else None for side in sides]
     return all(
         not (is_number(first) and is_number(second))
         or computed(gives, first, second, right)
@@ -219,7 +187,7 @@ def _assigns(value: Basic) -> bool:
 
 def _is_other_number(gold: Gold, side: str, policy: AnswerPolicy) -> bool:
     """Whether one side of a chain is a number and not the gold: `41 = 42` claims both."""
-    parsed = _parse_alone(clean(side)) if clean(side) else []
+    parsed = parse_alone(clean(side)) if clean(side) else []
     return bool(parsed) and is_number(parsed[0]) and not _agree(gold, parsed, policy)
 
 
@@ -262,7 +230,7 @@ def _equal_values(gold: Gold, answer: Sequence[Basic | str], policy: AnswerPolic
     if _verify(list(gold.parsed), list(answer)):
         return not differ(first, second, policy)
     if isinstance(first, (Relational, And)) and isinstance(second, (Relational, And)):
-        return _same_solutions(first, second)
+        return same_solutions(first, second)
     if not (isinstance(first, Expr) and isinstance(second, Expr)):
         return False
     for reread in _rereadings(first, second):
@@ -288,42 +256,13 @@ def _names_a_value(side: Basic) -> bool:
 
 
 def _to_be_solved(side: Basic) -> bool:
-    """Whether a left side is a sum in one unknown: `x + 1 = 4` says 3, though math-verify takes the right side."""
-    return isinstance(side, Add) and len(side.free_symbols) == 1 and bool(side.is_polynomial())
-
-
-def _same_solutions(first: Any, second: Any) -> bool:
-    """Whether two inequalities in one unknown hold for the same numbers: `2x > 6` and `x > 3`."""
-    if first.free_symbols != second.free_symbols or len(first.free_symbols) != 1:
+    """Whether a left side is a sum or a multiple in one unknown: `x + 1 = 4` says 3, though math-verify takes the right side."""
+    if len(side.free_symbols) != 1 or not isinstance(side, Expr):
         return False
-    if isinstance(first, Equality) or isinstance(second, Equality):
-        return False
-    return computed(lambda: bool(first.as_set() == second.as_set()))
-
-
-def _same_union(gold: Gold, answer: str) -> bool:
-    r"""Whether inequalities joined by "or" in one unknown and a union of intervals are one set: `x < 0 \text{ or } x > 1`."""
-    first, second = _described(gold.text), _described(answer)
-    if first is None and second is None:
-        return False
-    parsed = [*gold.parsed, None][0], [*_parse_alone(answer), None][0]
-    return (first or parsed[0]) == (second or parsed[1])
-
-
-def _described(text: str) -> Any:
-    """The set of the numbers for which inequalities joined by "or" hold; None for anything else."""
-    parts = re.split(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)\b|\bor\b", text)
-    if len(parts) < 2:
-        return None  # parsing is most of a verification's cost
-    read = [parsed[0] if (parsed := _parse_alone(clean(part))) else None for part in parts]
-    if not all(isinstance(part, (Relational, And)) and not isinstance(part, Equality) for part in read):
-        return None
-    if len({symbol for part in read for symbol in part.free_symbols}) != 1:  # type: ignore[union-attr]
-        return None
-    try:
-        return Union(*(part.as_set() for part in read))  # type: ignore[union-attr]
-    except UNCOMPUTABLE:
-        return None
+    if isinstance(side, Add):
+        return bool(side.is_polynomial())
+    factor = side / next(iter(side.free_symbols))
+    return bool(factor.is_Rational and factor != 1)
 
 
 def _verify(gold, answer) -> bool:
@@ -341,7 +280,8 @@ def _rereadings(gold: Expr, answer: Expr) -> list:
     symbols = gold.free_symbols | answer.free_symbols
     readings = []
     if any(str(symbol) == "i" for symbol in symbols):
-        readings.append({symbol: I for symbol in symbols if str(symbol) == "i"})
+        # math-verify tells a letter in an answer with an i from the same letter in one without
+        readings.append({symbol: I if str(symbol) == "i" else Symbol(str(symbol)) for symbol in symbols})
     roots = [power for power in gold.atoms(Pow) | answer.atoms(Pow) if power.exp.is_Integer is False]
     about_signs = gold.has(Abs) or answer.has(Abs) or any(root.doit().has(Abs) or _squared(root) for root in roots)
     if symbols and roots and not about_signs and {str(s) for s in gold.free_symbols} == {str(s) for s in answer.free_symbols}:

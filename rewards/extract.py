@@ -5,9 +5,10 @@ With the default policy (`posttrain.rewards.policy` has the others), in order:
     A thinking block that never closes holds no answer, nor does a second one.
  2. The last `\boxed{...}`, with what its sentence says about it (`posttrain.rewards.boxes`).
  3. With `unboxed_fallback`: "The final answer is 7. I hope it is correct." after the last box (the Minerva prompt's template
-    ends every answer so, and its outputs box steps on the way). Without any box, the last `<answer>7</answer>`, else the last
-    `#### 7`, else the last "answer is 7" / "Answer: 7" / "A: 7", else the end of the output as a whole, in which
-    math-verify looks for the last expression.
+    ends every answer so, and its outputs box steps on the way), or "Actually, the answer is 8.", which takes the box back
+    without the fallback too. Without any box, the last `<answer>7</answer>`, else the last `#### 7`, else the last
+    "answer is 7" / "Answer: 7" / "A: 7", else the end of the output as a whole, in which math-verify looks for the last
+    expression.
 
     >>> find_answer(r"... so \boxed{\frac{1}{2}}.")
     Answer(text='\\frac{1}{2}', kind='boxed')
@@ -24,6 +25,7 @@ from posttrain.rewards.policy import DEFAULT, AnswerPolicy
 
 MAX_OUTPUT = 400_000  # characters scanned for a box, about 100K tokens
 MAX_TAIL = 1_000  # characters handed to math-verify's own extraction, whose regular expressions backtrack
+_MAX_MARKED = MAX_OUTPUT // 20  # characters searched for the words around an answer
 MAX_ANSWER = 4_000  # a longer answer is refused unread; published golds stay below 500
 
 # Models that were not trained on the usual tag write the others.
@@ -41,6 +43,12 @@ _MARKERS = (  # what follows on the line is the answer; the first kind that occu
 _MIN_ECHO = 20  # characters; a shorter prompt may stand in an answer for good reason
 _NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Problem|Q|Human|User|Exercise)\s*\d*\s*:|<\|im_start\|>\s*user|<\|user\|>")
 _MINERVA = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]{1,400}?)\.?[ \t]*I hope it is correct")
+# "Actually, the answer is 43." after the last box takes the box back.
+_CORRECTED = re.compile(
+    r"\b(?:[Aa]ctually|[Ww]ait|[Hh]old on|[Ss]orry|[Oo]ops|[Cc]orrection|[Oo]n second thought|[Nn]o(?=[,.!]))\b[^\n]{0,120}?"
+    r"\b(?:(?:answer|result|value|solution)\s*(?:is|are|=|:|should\s+(?:be|have\s+been)|must\s+be|equals)|[Ii]t\s+should\s+(?:be|have\s+been))"
+    r"(?:\s+(?:really|actually|in fact))?[\s:*]*(?=\$?(?:\\\()?\s*-?(?:\d|\\(?:[dt]?frac|sqrt|pi)))([^\n]{1,400})"
+)
 _QUESTIONED = re.compile(r"[^.!?]*\?+\s*(?:[Nn]o|[Nn]ope|[Ww]rong|[Nn]ot)\b")
 _SENTENCE_END = re.compile(
     r"(?:[.!?](?=\s|$)(?!\s+(?:[Oo]r|[Mm]aybe|[Pp]erhaps)\b)|\*\*|<\||I hope it is|;\s(?![\s$]*-?\d)"
@@ -75,12 +83,14 @@ def find_answer(output: str, *, policy: AnswerPolicy = DEFAULT, prompt: str | No
     found, content = last_box(text, policy)
     if found and policy.unboxed_fallback and (template := _MINERVA.search(text, text.rindex("box"))):
         return Answer(template.group(1).replace('\\"', "").strip(' "'), "marked")
+    if found and (corrected := _CORRECTED.search(text[text.rindex("box") :][-_MAX_MARKED:])):
+        return Answer(_SENTENCE_END.sub("", corrected.group(1)).strip(" *"), "marked") if policy.unboxed_fallback else None
     if found:
         return None if content is None or not content.strip() else Answer(content, "boxed")
     if not policy.unboxed_fallback:
         return None
     tagged = _tagged(text) if policy.answer_tag != "ignore" else None
-    for marked in (tagged, *(_last_marked(marker, text[-MAX_OUTPUT // 20 :]) for marker in _MARKERS)):
+    for marked in (tagged, *(_last_marked(marker, text[-_MAX_MARKED:]) for marker in _MARKERS)):
         if marked is not None:
             return Answer(marked, "marked") if marked else None
     tail = text[-MAX_TAIL:].strip()

@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from posttrain.rewards.units import is_unit, without_code
@@ -14,8 +15,7 @@ from posttrain.rewards.units import is_unit, without_code
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
-    "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "⁄": "/", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "",
+    "∅": r"\emptyset ", "⁄": "/", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\ufeff": "", "\u200b": "",
     "≅": r"\cong ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
@@ -25,12 +25,13 @@ _MIXED = re.compile(r"(-?)(\d+)(?:\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)
 # What is not printed is not said: a reader of `43\phantom{42}` sees 43. Bidirectional marks reorder what is printed.
 _INVISIBLE = re.compile(
     r"\\[hv]?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\(?:label|tag|ref|cite|index)\s*\{[^{}]*\}"
-    r"|\\textcolor\s*\{white\}\s*\{[^{}]*\}|\\color\s*\{white\}[^{}]*|[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+    r"|\\textcolor\s*\{white\}\s*\{[^{}]*\}|\\color\s*\{white\}[^{}]*|[\u00ad\u200c-\u200f\u202a-\u202e\u2060\u2066-\u2069]"
 )
 # Words around a number that say what it is, or that it is negative.
 _CALLED = re.compile(r"^\\text\s*\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is|\s*[:=])\s*([^{}]*)\}")
 _NEGATIVE = re.compile(r"^(?:\\text\s*\{\s*)?(?:minus|negative)\s*(?:\}\s*|\\? )(?=\d)", re.IGNORECASE)
 _TEXT_NUMBER = re.compile(r"^\\text\s*\{\s*(-?\d+(?:\.\d+)?)\s+([a-zA-Z][a-zA-Z ]*)\}$")
+_BARE_UNIT = re.compile(r"^(-?[\d.,]+)\s+([A-Za-z]{3,})$")  # math-verify reads the letters of `5 dollars` as a product
 _BARE_RATE = re.compile(r"(\d)\s+([a-zA-Z]{1,3}/(?:s|sec|min|h|hr|day|kg|g|l|m))$")  # `60 km/h` is no fraction
 _BUILT = re.compile(r"^\\\{\s*([a-z])\s*(?::|\||\\mid)\s*([^:|]*(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))[^:|]*)\\\}$")
 _ONE_ROW = re.compile(
@@ -47,15 +48,27 @@ _CJK_UNIT = re.compile(rf"(?<=[\d}}])\s*(平方|立方)?({'|'.join(_CJK_UNITS)})
 _CJK_COUNTER = re.compile(r"(?<=[\d}])\s*[元円個个人名只種种本枚页頁岁歳天日年月回次件개명원]$")
 _FONT = re.compile(r"\\(?:bf|rm|it|sf|tt|large|Large|huge|tiny|small)\s*\{([^{}]*)\}")
 _LETTERS_AFTER_NUMBER = re.compile(r"(?<=\d)[a-z]{2,4}(?![a-zA-Z{(])")
+# An amount of money has two decimals, so that its comma is no separator of thousands; nor are two points decimal points.
+_CURRENCY = r"(?:[€£¥₹]|\\?\$|EUR|USD|\\text\s*\{\s*(?:€|EUR|[Ee]uros?)\s*\})"
+_MONEY = re.compile(rf"^(-?{_CURRENCY}?\s*-?)(\d+|\d{{1,3}}(?:\.\d{{3}})+),(\d\d)((?:\s|\\[ ,])*{_CURRENCY}?)$")
+_POINTED = re.compile(r"^(-?\d{1,3}(?:\.\d{3}){2,})(?:,(\d+))?$")
+_SPACING = re.compile(r"^(?:\s|~|\\[,;:! ]|\\q?quad(?![a-z]))+|(?<!\\)(?:\s|~|\\[,;:!]|\\q?quad(?![a-z]))+$")
+_QUOTED = re.compile(r"^(?:'([^'`\"]+)'|\"([^'`\"]+)\"|“([^“”]+)”|`([^'`\"]+)`|\*\*([^*]+)\*\*)$")
+# `\text{Area} = 25\text{ cm}^2`, but not what is said of another quantity: `\text{twice the area}`
+_NAMED = re.compile(
+    r"^\\text\s*\{(?!(?i:[^{}]*\b(?:not|no|never|less|more|most|least|wrong|false|except|twice|double|triple|half|squared?|minus|negative)\b))"
+    r"[A-Za-z ]+\}\s*=(?=[^=,]+$)"
+)
+_IN_BASE = re.compile(r"^([0-9A-Fa-f]+)\s*(?:\\text\s*\{\s*)?\(?(?:in\s+)?base[\s}-]*(\d{1,2}|[a-z]{3,7})\s*\)?\s*\}?$")
 _NUMBER_GAP = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,!;: ]|\\thinspace\s*)(?=\d{3}(?!\d))")
 
 
 def clean(text: str) -> str:
     """An answer alone (no sentence around it) in math-verify's dialect."""
     text = _INVISIBLE.sub("", _plain_unicode(text))
-    text = _unwrap(_outer(_FONT.sub(r"\1", text)))
-    text = _plain_words(_outer(text))
-    text = re.sub(r"\\(?:text)?color\s*\{[a-zA-Z]+\}", "", text)
+    text = _unwrap(_outer(_FONT.sub(r"\1", _SPACING.sub("", text))))
+    text = _plain_words(_european(_outer(text)))
+    text = re.sub(r"\\(?:text)?color(?:box)?\s*\{[a-zA-Z]+\}", "", text)
     text = _NUMBER_GAP.sub("", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text.strip()):
         text = text.replace(" ", "")
@@ -74,13 +87,15 @@ def clean(text: str) -> str:
     text = text.replace(r"\log_e", r"\ln").replace(r"\log_{e}", r"\ln").replace(r"\tfrac", r"\frac").replace(r"\!", "")
     text = re.sub(r"(?:\\\$|\$|€|£|¥|₹|\\text\{\s*[€£¥₹]\s*\})\s*(?=[-+]?[\d.])", "", text)
     text = re.sub(r"(?<=\d)\s*(?:\\\$|[$€£¥₹¢])\s*$", "", text)
-    text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)(?<!\.)\.(?!\.)|\\,|\\ |,|;)+\s*$", "", text.strip()).strip()
+    text = re.sub(r"(?:\\\\|\\$|(?<!\\left)(?<!\\right)(?<!\.)\.(?!\.)|\\,|\\ |,|;|。)+\s*$", "", text.strip()).strip()
     return _mathematics(_LETTERS_AFTER_NUMBER.sub(_product, text))
 
 
 def _plain_words(text: str) -> str:
     """Without the words and wrappings around a value that say nothing about it, and with those that do in their usual form."""
     text = _ONE_ROW.sub(r"\3", text).strip()
+    text = _QUOTED.sub(lambda match: match[match.lastindex or 0], text)
+    text = _NAMED.sub("", _IN_BASE.sub(r"\1_{\2}", text)).strip()
     while text.startswith("((") and text.endswith("))") and _one_pair(text) and _one_pair(text[1:-1]):
         text = text[1:-1]  # the grammar's time doubles with each pair
     if not re.search(r"\\[)\]]", text):  # the delimiter of a formula that lost its other half
@@ -91,9 +106,18 @@ def _plain_words(text: str) -> str:
     text = _CALLED.sub(r"\\text{\1}", text).removeprefix(r"\text{}").strip()
     text = without_code(_NEGATIVE.sub("-", text))
     text = _TEXT_NUMBER.sub(r"\1\\text{ \2}", text)
+    text = _BARE_UNIT.sub(lambda match: rf"{match[1]}\text{{ {match[2]}}}" if is_unit(match[2].lower()) else match[0], text)
     text = _BARE_RATE.sub(r"\1\\text{ \2}", text)
     text = _CJK_COUNTER.sub("", _CJK_UNIT.sub(_unit_in_english, text))
     return re.sub(r"(?<=\d)\s*(?:\^\s*o|\^\s*\{o\}|\\deg)$", r"^\\circ", text)
+
+
+def _european(text: str) -> str:
+    """`€1.234,50` and `1.234.567` with a point before decimals and nothing before thousands."""
+    money = _MONEY.match(text)
+    if money and re.search(_CURRENCY, money[1] + money[4]):
+        return f"{money[1]}{money[2].replace('.', '')}.{money[3]}{money[4]}"
+    return _POINTED.sub(lambda match: match[1].replace(".", "") + (f".{match[2]}" if match[2] else ""), text)
 
 
 def _one_pair(text: str) -> bool:
@@ -129,11 +153,23 @@ def _plain_unicode(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}", text)
     text = re.sub(r"√\s*\(?(\d+(?:\.\d+)?|[a-z])\)?", r"\\sqrt{\1}", text)
-    # decimal digits of every script, full-width letters and signs
-    text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else str(int(c)) if c.isdecimal() and c > "9" else c for c in text)
+    text = "".join(c if c.isascii() else _plain_character(c) for c in text)
     for character, replacement in _UNICODE.items():
         text = text.replace(character, replacement)
     return text
+
+
+def _plain_character(character: str) -> str:
+    r"""Decimal digits of every script, letters and signs that are full-width, small or in a mathematical alphabet, and `⅝`."""
+    if character.isdecimal():
+        return str(int(character))
+    kind = unicodedata.decomposition(character).partition(" ")[0]
+    if kind == "<fraction>":
+        top, _, bottom = unicodedata.normalize("NFKC", character).partition("⁄")
+        return rf"\frac{{{top}}}{{{bottom or 1}}}"
+    if kind in ("<wide>", "<small>") or "\U0001d400" <= character <= "\U0001d7ff":
+        return unicodedata.normalize("NFKC", character)
+    return character
 
 
 def _outer(text: str) -> str:
@@ -170,7 +206,7 @@ def _balanced(text: str) -> bool:
 
 def _mathematics(text: str) -> str:
     text = re.sub(r"Eq\((.*),\s*([^,()]+)\)", r"\1=\2", text).replace("**", "^")
-    text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
+    text = re.sub(r"(?<![\\a-zA-Z])(pi(?![a-zA-Z])|exp(?=\s*\())", r"\\\1 ", text)
     text = re.sub(r"(?<![\w\\.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", _scientific, text)
     text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times ", text)
     text = _GOES_ON.sub(lambda match: rf"{match[1]}\overline{{{match[2] or match[3]}}}", text)

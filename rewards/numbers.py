@@ -13,7 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 from mpmath.libmp import NoConvergence
-from sympy import Derivative, Expr, Float, Function, I, Limit, MatrixBase, Rational, Symbol, Tuple, UnevaluatedExpr, nan, oo, zoo
+from sympy import (
+    Derivative,
+    Expr,
+    Float,
+    Function,
+    I,
+    Limit,
+    MatrixBase,
+    Pow,
+    Rational,
+    Symbol,
+    Tuple,
+    UnevaluatedExpr,
+    nan,
+    oo,
+    zoo,
+)
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
@@ -25,7 +41,8 @@ from posttrain.rewards.policy import FINITE_DECIMALS, AnswerPolicy
 
 _DIGITS = 60  # e^(pi sqrt 163) is an integer to 30 digits
 _EQUAL = Rational(1, 10**50)  # relative difference below which two exact values are one
-_DOUBLE = Rational(1, 10**14)  # a gold such as 0.30000000000000004 was printed by a program that meant 0.3
+# A decimal such as 0.30000000000000004 was printed by a program that meant 0.3; one of more digits was written by hand.
+_DOUBLE, _DOUBLE_DIGITS = Rational(1, 10**14), 17
 _PERCENT = UnevaluatedExpr(Rational(1, 100))
 # What SymPy raises on expressions that nobody would write but a model: dividing by zero, comparing what has no order, a function
 # without the method that its caller expects, a polynomial without a generator, a series that does not converge. Running out of
@@ -56,6 +73,8 @@ def same_number(gold: Any, answer: Any, policy: AnswerPolicy) -> bool | None:
         return bool(gold == answer) if not (gold.free_symbols or answer.free_symbols) else None
     if not (is_number(gold) and is_number(answer)):
         return None
+    if any(power.base.is_zero and power.exp.is_zero for power in answer.atoms(Pow)):
+        return False  # 0^0 is no value, though SymPy makes it 1
     decimal = bool(gold.atoms(Float) or answer.atoms(Float))
     golds, answers = _readings(gold, policy), _readings(answer, policy)
     # two percentages are compared as such: read apart, 1% would equal 100%
@@ -104,7 +123,8 @@ def _equal(gold: Any, answer: Any, decimal: bool, tolerance: float) -> bool:
         if not decimal or first == second or tolerance == 0:
             return first == second
         if finite:
-            return bool(abs(first - second) <= (_DOUBLE if tolerance <= FINITE_DECIMALS else Rational(tolerance)) * abs(first))
+            slack = (_DOUBLE if _printed(gold, answer) else 0) if tolerance <= FINITE_DECIMALS else Rational(tolerance)
+            return bool(abs(first - second) <= slack * abs(first))
     difference = (first - second).evalf(15, maxn=400)
     size = abs(first.evalf(15))
     if difference == 0 or abs(difference) <= _EQUAL * size:
@@ -131,6 +151,15 @@ def _lone(value: Any) -> bool:
     return bool(value.is_Float)
 
 
+def _printed(*values: Any) -> bool:
+    """Whether no decimal has more digits than a double needs."""
+    return all(len(_significant(number)) <= _DOUBLE_DIGITS for value in values for number in value.atoms(Float))
+
+
+def _significant(number: Any) -> str:
+    return str(number).lstrip("-").split("e")[0].replace(".", "").strip("0")
+
+
 def _finite_decimal(value: Any) -> bool:
     denominator = int(value.q)
     for prime in (2, 5):
@@ -142,11 +171,7 @@ def _finite_decimal(value: Any) -> bool:
 def _digits(gold: Any, answer: Any, tolerance: float) -> bool:
     """Whether a side that is one decimal gives the digits that `tolerance` asks for: 0.0005 is no value of 0.000499999875."""
     asked = round(-math.log10(tolerance))
-    for value in (gold, answer):
-        written = str(value).lstrip("-").split("e")[0].replace(".", "").strip("0")
-        if value.is_Float and len(written) < asked:
-            return False
-    return True
+    return all(not value.is_Float or len(_significant(value)) >= asked for value in (gold, answer))
 
 
 def gives(value: Any, decimal: Any, written: str) -> bool:

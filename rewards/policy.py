@@ -35,7 +35,8 @@ class AnswerPolicy:
             "ignore" compares numbers alone.
         percent: "lenient" lets 35% equal both 35 and 0.35; "value" lets it equal 0.35 alone.
         tolerance: relative distance at which a decimal stands for a value that has no finite decimal form; 1e-6 is six digits. Up
-            to 1e-6, two finite decimals must be equal; a larger tolerance holds for them too. 0 asks for exact values.
+            to 1e-6, two finite decimals must be equal (what a program prints of a double, to 1e-14); a larger tolerance holds for
+            them too. 0 asks for exact values.
         choices: a gold of one capital letter A to J is an option: `(C)`, `C. 12` and `\text{c}` name it.
         ordered_lists: whether `1, 2` and `2, 1` differ. Tuples always keep their order, sets never do.
     """

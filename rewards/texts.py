@@ -38,8 +38,8 @@ _DOTS = re.compile(r"\\[lc]?dots[bcm]?|\.\.\.|…|\\cdots")
 
 
 def squeeze(text: str) -> str:
-    """Without spaces, but for those that part numbers: `1 7` is not `17`."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    """Without spaces, but for those that part numbers (`1 7` is not `17`), and without braces around one letter or digit."""
+    return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
 
 
 def by_rule(gold: str, answer: str, policy: AnswerPolicy) -> bool | None:

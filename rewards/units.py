@@ -76,6 +76,7 @@ _UNIT = re.compile(
 _DEGREE = re.compile(
     r"\^\s*\{?\s*\\circ\s*\}?\s*(?:(?:\\(?:text|textrm|mathrm)\s*\{\s*)?(?P<of>[CFNSEW]|[Nn]orth|[Ss]outh|[Ee]ast|[Ww]est)\s*\}?)?\s*$"
 )
+_PRIME = re.compile(r"\d\s*(?:\^\s*)?\{?(['′″]{1,2}|(?:\\prime\s*){1,2})(?!\d)")
 _SCALES = {"c": "celsius", "f": "fahrenheit", "n": "north", "s": "south", "e": "east", "w": "west"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
@@ -148,8 +149,9 @@ def is_unit(said: str) -> bool:
 def clash(gold: str, answer: str) -> bool:
     """Whether both name a known unit, and not the same."""
     first, second = unit_of(gold), unit_of(answer)
-    if first == "degree" and re.search(r"\d\s*'", answer):
-        return True  # minutes of arc
+    # minutes or seconds, of arc or not, feet or inches
+    if (prime := _PRIME.search(answer)) and not _PRIME.search(gold):
+        return first not in (("in", "s") if len(prime[1]) > 1 else ("ft", "min"))
     return different(first, second)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterable, Iterator
@@ -227,6 +228,11 @@ def _map_row(row: Row, mapping: dict[str, str | None], where: str, needs_solutio
             )
     if mark:
         mapped["answer"] = _after(mapped["answer"], mark, where)
+    if isinstance(mapped["answer"], bool) or (isinstance(mapped["answer"], float) and not math.isfinite(mapped["answer"])):
+        raise DataError(
+            f"{where}: its answer is {json.dumps(mapped['answer'])}, which is no answer to compare with; write it as text "
+            f'(such as "True" or "Yes"), or name another column: columns: {{answer: ...}}'
+        )
     for name in needed:
         mapped[name] = _text(mapped[name])
         if not mapped[name].strip():

@@ -6,22 +6,18 @@ from the same seed. (problem, sample) is the key; what is there is not asked for
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
 from posttrain.errors import RunFolderError
+from posttrain.file_lock import PATIENCE_S, lock
 from posttrain.run_folder import append_whole, cut_torn_line, write_text_atomically
 
 Key = tuple[str, int]
-
-# A worker whose driver was killed may still be writing its last lines.
-LOCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ class Journal:
         self._file: IO[bytes] | None = None
 
     @classmethod
-    def open(cls, folder: Path, settings: dict[str, Any], *, patience_s: float = LOCK_SECONDS) -> Self:
+    def open(cls, folder: Path, settings: dict[str, Any], *, patience_s: float = PATIENCE_S) -> Self:
         """Take the journal over, cut off a torn last line, and refuse traces of another teacher.
 
         Args:
@@ -84,7 +80,7 @@ class Journal:
         journal.folder.mkdir(parents=True, exist_ok=True)
         file = open(journal.path, "a+b", buffering=0)  # noqa: SIM115 - held until close()
         try:
-            _lock(file, journal.path, patience_s)
+            lock(file, journal.path, patience_s)
             journal._settle(json.loads(json.dumps(settings)))
             cut_torn_line(file)
         except BaseException:
@@ -107,9 +103,24 @@ class Journal:
         write_text_atomically(path, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def settings(self) -> dict[str, Any] | None:
-        """What the journal was begun with; None before it was."""
+        """What the journal was begun with; None before it was.
+
+        Raises:
+            RunFolderError: the file is damaged.
+        """
         path = self.folder / "settings.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(settings, dict):
+                raise ValueError(f"an object was expected, got {type(settings).__name__}")
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RunFolderError(
+                f"{path} is damaged ({error}); it says which teacher wrote {self.path.name}: restore it, delete it if teacher, "
+                "sampling and prompt are what they were, or choose another folder with run_dir=PATH"
+            ) from None
+        return settings
 
     def append(self, traces: Iterable[Trace]) -> None:
         """Write traces, flushed to the disk before the call returns."""
@@ -151,15 +162,3 @@ class Journal:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _lock(file: IO[bytes], path: Path, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise RunFolderError(f"{path} is being written by another process; wait for it or stop it") from None
-            time.sleep(0.2)

@@ -38,6 +38,7 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
         from posttrain.evaluation.grading import verifier_pool
 
         assert recipe.distill.problems is not None, "checked by the recipe"
+        _check_teacher(recipe)
         report: Row = {}
         rows = load_source(recipe.distill.problems, seed=recipe.seed, report=report)
         suites = evaluation_problems(recipe.data.decontaminate, recipe.eval.suites)
@@ -59,6 +60,20 @@ def prepare(recipe: Recipe, run: RunFolder) -> str:
                 file.writelines(json.dumps({name: row.get(name) for name in COLUMNS}, ensure_ascii=False) + "\n" for row in clean)
             (target / "info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
     return summary(read_info(run))
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Before a data set is fetched: whether the teacher's checkpoint can be had at all.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    from posttrain.distill.teacher import teacher_of
+    from posttrain.models.hub import check_available
+
+    teacher = teacher_of(recipe)
+    if teacher.kind != "openai":
+        check_available(str(teacher.model), what="teacher", revision=teacher.revision)
 
 
 def screen(rows: Iterable[Row], suites: dict[str, list[str]], pool: Any) -> tuple[list[Row], dict[str, int], list[str]]:

@@ -46,7 +46,7 @@ def distill(recipe: Recipe, run_path: Path, context: WorkerContext) -> None:
     folder = run.stage_dir("distill")
     before = Journal(folder).settings()
     teacher = None
-    if before is None or Writing(recipe, Journal(folder), problems, context).left():
+    if before is None or "teacher" not in before or Writing(recipe, Journal(folder), problems, context).left():
         teacher = open_teacher(recipe)
         identity = identity_of(recipe, teacher)
     else:

@@ -82,7 +82,20 @@ def verifier_identity(pool: VerifierPool) -> dict[str, Any]:
 
 
 # The modules that decide verdicts.
-RULES = ("boxes", "claims", "compare", "extract", "normalise", "numbers", "quick", "texts", "units")
+RULES = (
+    "boxes",
+    "claims",
+    "compare",
+    "extract",
+    "normalise",
+    "numbers",
+    "parsing",
+    "policy",
+    "quick",
+    "relations",
+    "texts",
+    "units",
+)
 
 
 @cache

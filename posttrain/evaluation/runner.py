@@ -27,6 +27,7 @@ from posttrain.evaluation.samples import Key, Sample, SampleFile
 from posttrain.evaluation.scoring import ProblemScore, Row, score_problems, score_row
 from posttrain.evaluation.suites import load_problems
 from posttrain.evaluation.votes import vote_classes
+from posttrain.file_lock import hold
 from posttrain.inference import Backend, Prompt, SamplingOptions, open_backend, prompt_seed
 from posttrain.inference.opening import identity_of
 from posttrain.rewards.pool import VerifierPool
@@ -47,6 +48,7 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
         CheckpointError: a model that cannot be loaded.
         DataError: a suite that cannot be read or scored, or a prompt that does not fit.
         BackendError: a server or engines that cannot go on; what was drawn is kept.
+        RunFolderError: another process writes the samples of a suite, or what is on disk is damaged.
         StageStopped: the user asked to stop; what was drawn is kept.
     """
     if not recipe.eval.suites:
@@ -64,11 +66,12 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
                 engine = LazyBackend(recipe, path, stack)
                 for suite_name, problems in scored.items():
                     folder = Path(run_path) / "eval" / folder_name(model_name) / suite_name
-                    run = SuiteRun(recipe, recipe.eval.suites[suite_name], problems, folder, engine.model, pool)
                     progress.begin(model_name, suite_name)
-                    samples = run.draw(engine.get, progress)
-                    row = run.score(model_name, suite_name, samples, left_out[suite_name])
-                    rows.append(row)
+                    # A worker that outlives its killed driver for a moment must not write among the samples of a resumed run.
+                    with hold(folder):
+                        run = SuiteRun(recipe, recipe.eval.suites[suite_name], problems, folder, engine.model, pool)
+                        samples = run.draw(engine.get, progress)
+                        rows.append(run.score(model_name, suite_name, samples, left_out[suite_name]))
                     results = json.dumps([row.as_dict() for row in rows], indent=2)
                     write_text_atomically(Path(run_path) / "eval" / "results.json", results)
     return rows

@@ -322,6 +322,9 @@ def test_check_refuses_a_checkpoint_that_run_would_refuse(
     for named in (tmp_path / "absent", "runs/x/grpo/checkpoint-230", "a/b/c"):
         assert cli.main(["check", recipe, f"model={named}"]) == 2
         assert f"checkpoint {named}: no such folder" in capsys.readouterr().err
+    teacher = ["distill.problems={kind: arithmetic}", "distill.teacher.kind=engine", "distill.teacher.model=a/b/c"]
+    assert cli.main(["check", recipe, "stages=[distill]", *teacher]) == 2
+    assert "checkpoint a/b/c: no such folder" in capsys.readouterr().err
     assert cli.main(["check", recipe, "stages=[eval]", "eval.suites=[math500]", "eval.models=[runs/x/later]"]) == 0
     assert "checkpoint runs/x/later: no such folder" in capsys.readouterr().out, "another run may make it"
     backend = "eval.backend={kind: openai, base_url: 'http://localhost:1/v1'}"

@@ -148,6 +148,8 @@ def test_missing_column_names_those_present_and_the_nearest(tmp_path):
         ("\n\n", "no rows"),
         ('{"problem": "p", "answer": "1"}\n{"problem": "p", "answer": " "}\n', r"rows.jsonl:2: its answer is empty"),
         ('{"problem": null, "answer": "1"}\n', r"rows.jsonl:1: its problem is empty"),
+        ('{"problem": "p", "answer": true}\n', r"rows.jsonl:1: its answer is true, which is no answer to compare with"),
+        ('{"problem": "p", "answer": NaN}\n', r"rows.jsonl:1: its answer is NaN"),
         ('{"id": 1, "problem": "p", "answer": "1"}\n{"id": "1", "problem": "q", "answer": "1"}\n', "two rows have the id '1'"),
     ],
 )

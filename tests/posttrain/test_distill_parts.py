@@ -146,6 +146,17 @@ def test_a_first_line_that_is_torn_leaves_an_empty_journal(tmp_path):
     assert (tmp_path / "traces.jsonl").stat().st_size == 0
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "null"])
+def test_damaged_settings_of_a_journal_are_named(tmp_path, text):
+    with Journal.open(tmp_path, {"teacher": "t"}) as journal:
+        journal.append([trace()])
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"settings\.json is damaged .*which teacher wrote traces\.jsonl: restore it"):
+        Journal(tmp_path).settings()
+    with pytest.raises(RunFolderError, match=r"settings\.json is damaged"):
+        Journal.open(tmp_path, {"teacher": "t"})
+
+
 def test_journal_refuses_other_settings_a_second_writer_and_damage(tmp_path):
     with Journal.open(tmp_path, {"teacher": "t", "seed": 1}) as journal:
         journal.append([trace()])

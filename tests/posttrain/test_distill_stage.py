@@ -12,7 +12,7 @@ from posttrain.config import recipe_from_dict
 from posttrain.config.data import DataSource
 from posttrain.data.load import load_source
 from posttrain.data.tokenizer import arithmetic_tokenizer
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import CheckpointError, ConfigError, DataError
 from posttrain.models.loading import new_model
 from posttrain.report.collect import collect
 from posttrain.run_folder import RunFolder
@@ -201,6 +201,17 @@ def test_a_teacher_of_our_own_family(tmp_path):
     values["data"]["overlong_prompt"], values["run_dir"] = "error", str(tmp_path / "other")
     with pytest.raises(DataError, match="row long: its prompt has"):
         run(recipe_from_dict(values))
+
+
+def test_a_teacher_that_is_missing_is_named_before_the_problems_are_fetched(tmp_path):
+    recipe = make_recipe(
+        tmp_path,
+        "",
+        problems={"path": str(tmp_path / "none.jsonl")},
+        teacher={"kind": "engine", "model": str(tmp_path / "absent")},
+    )
+    with pytest.raises(CheckpointError, match=r"teacher .*absent: no such folder"):
+        run(recipe)
 
 
 def test_problems_of_a_hub_or_generator_will_do(tmp_path):

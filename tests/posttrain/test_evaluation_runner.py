@@ -1,14 +1,16 @@
 """Evaluation of a small random model: the same table whatever the batch, resumed or not; samples of two protocols never mix."""
 
 import json
+from functools import partial
 
 import pytest
 
 from posttrain.config import Recipe
-from posttrain.errors import CheckpointError, DataError
+from posttrain.errors import CheckpointError, DataError, RunFolderError
 from posttrain.evaluation import evaluate
 from posttrain.evaluation.samples import Sample
 from posttrain.evaluation.table import format_table, score
+from posttrain.file_lock import hold
 from posttrain.runtime.worker import StageStopped, WorkerContext
 
 
@@ -93,6 +95,16 @@ def spy_on_prompts(monkeypatch) -> list:
 
     monkeypatch.setattr(EngineBackend, "_submit", spy)
     return asked
+
+
+def test_a_suite_that_another_process_still_writes_is_left_alone(run_path, monkeypatch):
+    monkeypatch.setattr("posttrain.evaluation.runner.hold", partial(hold, patience_s=0))
+    folder = run_path / "eval" / "base" / "toy"
+    with hold(folder), pytest.raises(RunFolderError, match="is being written by another process"):
+        evaluate(recipe(), run_path, context(run_path))
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    evaluate(recipe(), run_path, context(run_path))
+    assert len(texts(run_path)) == 12
 
 
 def test_other_settings_set_the_old_samples_aside(run_path):

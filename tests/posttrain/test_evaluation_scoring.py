@@ -143,9 +143,9 @@ def test_nothing_published_no_table():
 
 
 def test_the_digest_of_the_verifier_covers_every_rule(root):
-    """A module that one of them imports decides verdicts too; the policy is recorded by its values."""
+    """A module that one of them imports decides verdicts too."""
     sources = [(root / "rewards" / f"{name}.py").read_text() for name in grading.RULES]
     lines = [line for text in sources for line in re.findall(r"from posttrain\.rewards(?:\.\w+)? import .*", text)]
     imported = {name for line in lines for pair in re.findall(r"rewards\.(\w+)|(?:import |, )(\w+)", line) for name in pair}
     modules = {path.stem for path in (root / "rewards").glob("*.py")}
-    assert (imported & modules) - {"policy", "errors"} <= set(grading.RULES)
+    assert (imported & modules) - {"errors"} <= set(grading.RULES)

@@ -50,6 +50,8 @@ def test_boxed(output, answer):
         ("answer is 3\nThe final answer is **5**.", "5"),
         ("<think>hm</think><answer>8</answer> The answer is 9", "8"),
         (r"a step \boxed{2}. Final Answer: The final answer is $10$. I hope it is correct.", "$10$"),
+        (r"It is \boxed{42}. Actually, the answer is 43.", "43"),
+        (r"\boxed{42}. Wait, I missed one. It should be $\frac{1}{2}$, since 1 < 2", r"$\frac{1}{2}$"),
     ],
 )
 def test_marked(output, answer):
@@ -60,6 +62,46 @@ def test_fallback_is_a_choice():
     assert find_answer("The answer is 72", policy=BOXED) is None
     assert find_answer("so 72 remain") == Answer("so 72 remain", "tail")
     assert find_answer(r"\boxed{5} and the answer is 6") == Answer("5", "boxed")
+    assert find_answer(r"\boxed{5}. Actually, the answer is 6.", policy=BOXED) is None
+    assert find_answer(r"\boxed{5}. Actually, the answer is easy to check.", policy=BOXED) == Answer("5", "boxed")
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        r"2\boxed{42}", r"$x \boxed{42}$", r"$\frac{1}{2}\boxed{42}$", r"0.\boxed{42}", r"\boxed{42}{8}", r"$\boxed{42}\pi$",
+        r"\boxed{42}.5", r"\boxed{42},000", r"$\left(\boxed{42}, 8\right)$", r"$\{8, \boxed{42}\}$", r"\cancel{\boxed{42}} 43",
+        r"$\lnot \boxed{42}$", r"anything but \boxed{42}", r"$\boxed{42} \times 10^3$", r"$\binom{\boxed{42}}{2}$",
+    ],
+)  # fmt: skip
+def test_a_box_that_is_part_of_more_or_struck_out_is_no_answer(output):
+    assert find_answer(output) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        (r"Since $a = 3$, the total in part 2 \boxed{42}", "42"),
+        (r"$2\boxed{42} = 84$", "42"),
+        (r"is\boxed{42}", "42"),
+        (r"$\boxed{42}m$", "42"),
+        (r"$f(3, 4) = \boxed{42}$", "42"),
+        (r"(see $x$, combined: $\boxed{42}$)", "42"),
+        (r"$\boxed{7}$ million people", r"7\text{ million}"),
+        (r"(i) \boxed{7} (ii) \boxed{8}", "7, 8"),
+        (r"\boxed{7}, failing that \boxed{8}", "7, 8"),
+    ],
+)
+def test_what_stands_beside_a_box(output, answer):
+    assert find_answer(output) == Answer(answer, "boxed")
+
+
+@pytest.mark.parametrize("part", [".", "*", "\n* ", "\n• ", "y =", "y ", ", 1", "(1) ", r"\ ", "and ", "if "])
+def test_gaps_between_boxes_are_read_once(part):
+    started = time.monotonic()
+    for end in "x!?(":
+        find_answer(r"$(\boxed{1}" + (part * 60)[:58] + end + r"\boxed{2}" + part * 30 + end)
+    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize(
@@ -71,8 +113,10 @@ def test_fallback_is_a_choice():
         r"\boxed{1} and " * 20_000,
         "answer is " * 40_000,
         "#" * 1_000_000,
+        r"\boxed{1}" + "wait " * 70_000,
+        "$(" * 100_000 + r"\boxed{1}" + ", 1" * 50_000,
     ],
-    ids=["open boxes", "open braces", "boxes", "joined", "marks", "hashes"],
+    ids=["open boxes", "open braces", "boxes", "joined", "marks", "hashes", "corrections", "elements"],
 )
 def test_long_outputs_take_linear_time(output):
     started = time.monotonic()
