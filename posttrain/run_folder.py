@@ -318,10 +318,11 @@ def is_disk_full(error: BaseException) -> bool:
 def _flush_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder):
         for name in [*(os.path.join(root, file) for file in files), root]:
-            _flush(name)
+            flush(name)
 
 
-def _flush(path: str | Path) -> None:
+def flush(path: str | Path) -> None:
+    """See that a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -343,7 +344,7 @@ def _replace_directory(new: Path, path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         new.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:

@@ -64,10 +64,11 @@ def plan(context: int, sequences: int, prefill_tokens: int, steps: int, warm: in
 
 
 def beside(path: Path) -> dict[tuple[int, int], dict[str, float]]:
-    """Decode tokens a second of this project's engine by (context, sequences) and model, from a generator.json."""
+    """Decode tokens a second of this project's engine, in its default mode, by (context, sequences) and model, from a
+    generator.json."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        if "decode_tokens_per_s" in row:
+        if "decode_tokens_per_s" in row and row["mode"] == "default":
             found.setdefault((row["context"], row["sequences"]), {})[row["model"]] = row["decode_tokens_per_s"]
     return found
 

@@ -2,17 +2,24 @@
 
     python scripts/interrupt_run.py recipes/demo.yaml --folder /tmp/x --times 5 grpo.max_steps=20 grpo.placement=split
 
-Prints the reward curves side by side, and fails unless both runs took the same number of steps and trained on the same prompts
-in the same order. On-policy (grpo.max_staleness=0, or colocated) the completions are the same too.
+Fails unless both runs took the same number of steps, trained on the same prompts in the same order, and have rewards that differ
+by no more than chance. On-policy (grpo.max_staleness=0, or colocated) the completions are the same too. `--case NAME` adds the
+result to interrupted_run.json and interrupted_run.md in the folder `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import math
 import os
+import platform
 import random
+import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +30,8 @@ import psutil
 import pyarrow.parquet as pq
 
 RUN_LIMIT_S = 3600.0
+# Standard errors that the mean rewards may lie apart.
+NOISE = 3.0
 
 
 def main() -> int:
@@ -32,17 +41,20 @@ def main() -> int:
     parser.add_argument("--folder", required=True, help="for both run folders")
     parser.add_argument("--times", type=int, default=5, help="interruptions")
     parser.add_argument("--seed", type=int, default=0, help="of the points in time")
-    parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--case", help="name of this case in the results")
+    parser.add_argument("--out", default="benchmarks", help="folder of the results, with --case")
     arguments = parser.parse_intermixed_args()
     folder = Path(arguments.folder)
     straight, broken = folder / "straight", folder / "interrupted"
     seconds = straight_run(arguments, straight)
+    begun = time.monotonic()
     points = interrupted_run(arguments, broken, straight)
-    result = compare(straight, broken) | {"killed_after_step": points, "straight_s": seconds}
-    table(result)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if result["same_steps"] and result["same_prompts"] else 1
+    result = environment() | compare(straight, broken)
+    result |= {"killed_after_step": points, "straight_s": round(seconds), "interrupted_s": round(time.monotonic() - begun)}
+    print("\n".join(lines_of(arguments.case or "interrupted", result)))
+    if arguments.case:
+        write(Path(arguments.out), arguments.case, result)
+    return 0 if result["same_steps"] and result["same_prompts"] and result["within_noise"] else 1
 
 
 def command(arguments: argparse.Namespace, run: Path, *, resume: bool) -> list[str]:
@@ -52,7 +64,9 @@ def command(arguments: argparse.Namespace, run: Path, *, resume: bool) -> list[s
 
 def straight_run(arguments: argparse.Namespace, run: Path) -> float:
     begun = time.monotonic()
-    subprocess.run(command(arguments, run, resume=False), check=True, timeout=RUN_LIMIT_S, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command(arguments, run, resume=False), timeout=RUN_LIMIT_S, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"the undisturbed run failed:\n{done.stderr[-2000:]}")
     return time.monotonic() - begun
 
 
@@ -114,11 +128,16 @@ def kill(process: subprocess.Popen) -> None:
 def compare(straight: Path, broken: Path) -> dict[str, Any]:
     curves = [curve(run) for run in (straight, broken)]
     prompts = [consumed(run) for run in (straight, broken)]
+    apart = [curves[1][step] - curves[0][step] for step in curves[0] if step in curves[1]]
+    mean, error = statistics.fmean(apart), statistics.stdev(apart) / math.sqrt(len(apart))
     return {
         "steps": len(curves[0]),
         "same_steps": sorted(curves[0]) == sorted(curves[1]),
         "same_prompts": prompts[0] == prompts[1],
         "same_completions": texts(straight) == texts(broken),
+        "reward_difference": mean,
+        "standard_error": error,
+        "within_noise": abs(mean) <= NOISE * error,
         "reward": curves[0],
         "reward_interrupted": curves[1],
     }
@@ -141,13 +160,64 @@ def texts(run: Path) -> list[list[Any]]:
     ]
 
 
-def table(result: dict[str, Any]) -> None:
-    print("| step | reward | interrupted |\n|---|---|---|")
-    for step, reward in result["reward"].items():
-        print(f"| {step} | {reward:.4f} | {result['reward_interrupted'].get(step, float('nan')):.4f} |")
+def environment() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": f"{cpu_model()}, {os.cpu_count()} logical CPUs",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "ray", "trl", "transformers")},
+        "command": shlex.join(["python", "scripts/interrupt_run.py", *sys.argv[1:]]),
+    }
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def lines_of(case: str, result: dict[str, Any]) -> list[str]:
+    """A case in Markdown."""
     yes = {True: "yes", False: "NO"}
-    print(f"\nkilled after steps {result['killed_after_step']}; same steps: {yes[result['same_steps']]}, ", end="")
-    print(f"same prompts: {yes[result['same_prompts']]}, same completions: {yes[result['same_completions']]}")
+    versions = ", ".join(f"{name} {result[name]}" for name in ("python", "torch", "ray", "trl", "transformers"))
+    rows = [
+        f"| {step} | {reward:.4f} | {result['reward_interrupted'].get(step, float('nan')):.4f} |"
+        for step, reward in result["reward"].items()
+    ]
+    return [
+        f"## {case}",
+        "",
+        f"{result['date']}, {result['device']}, {versions}.",
+        "",
+        f"`{result['command']}`",
+        "",
+        f"Killed after steps {', '.join(map(str, result['killed_after_step']))} of {result['steps']}. Same steps: "
+        f"{yes[result['same_steps']]}; same prompts in the same order: {yes[result['same_prompts']]}; same completions: "
+        f"{yes[result['same_completions']]}; mean reward {result['reward_difference']:+.4f} (standard error "
+        f"{result['standard_error']:.4f}), within noise: {yes[result['within_noise']]}. "
+        f"{result['straight_s']} s undisturbed, {result['interrupted_s']} s with all starts.",
+        "",
+        "| step | reward | interrupted |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def write(folder: Path, case: str, result: dict[str, Any]) -> None:
+    """The case into both files, beside those of other names."""
+    path = folder / "interrupted_run.json"
+    cases = (json.loads(path.read_text()) if path.is_file() else {}) | {case: result}
+    path.write_text(json.dumps(cases, indent=1) + "\n")
+    head = [
+        "# A run that is killed, beside one that is not",
+        "",
+        "Made by `scripts/interrupt_run.py`: SIGKILL for the driver and all of its processes.",
+        "",
+    ]
+    text = head + [line for name, of in cases.items() for line in lines_of(name, of)]
+    (folder / "interrupted_run.md").write_text("\n".join(text).rstrip() + "\n")
 
 
 if __name__ == "__main__":

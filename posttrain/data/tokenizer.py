@@ -148,6 +148,7 @@ def _from_pretrained(name: str, model: Any) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    import posttrain.models.sse_h  # noqa: F401 - AutoTokenizer reads the model's configuration, of a family registered here
     from posttrain.models.hub import check_available
 
     revision = getattr(model, "revision", None) if name == getattr(model, "path", None) else None

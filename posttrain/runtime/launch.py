@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.config import RayConfig, Recipe, recipe_from_dict
 from posttrain.errors import PosttrainError
-from posttrain.runtime.placement import check, grpo_bundles, nodes, reserve
+from posttrain.runtime.placement import RESERVE_LIMIT_S, check, grpo_bundles, nodes, reserve
 from posttrain.runtime.session import gpus_per_worker
 
 POLL_SECONDS = 0.2
@@ -61,9 +62,11 @@ class ActorHandle:
             "num_gpus": 0 if elsewhere else gpus_per_worker(recipe.ray),
             # A worker that died starts again, and its stage continues from its last checkpoint.
             "max_restarts": recipe.ray.max_failures,
-            "max_task_retries": recipe.ray.max_failures,
+            # Each call to a process that is not back yet counts as one: the restarts are what is bounded.
+            "max_task_retries": -1 if recipe.ray.max_failures else 0,
         }
         self._group: Any = None
+        self._lost_since: float | None = None
         if stage == "grpo" and recipe.grpo.placement == "split":
             options["scheduling_strategy"] = self._reserved(recipe)
         self._actor: Any = ray.remote(**options)(StageActor).remote()
@@ -84,12 +87,25 @@ class ActorHandle:
         import ray
 
         ready, _ = ray.wait([self._result], timeout=seconds)
-        return bool(ready)
+        return bool(ready) or self._homeless()
+
+    def _homeless(self) -> bool:
+        """Whether the learner's node was lost and no other has had room for it for long: Ray would wait without a word."""
+        from ray.util.placement_group import placement_group_table
+
+        if self._group is None or placement_group_table(self._group)["bundles_to_node_id"].get(0):
+            self._lost_since = None
+            return False
+        self._lost_since = self._lost_since or time.monotonic()
+        return time.monotonic() - self._lost_since > RESERVE_LIMIT_S
 
     def error(self) -> BaseException | None:
         import ray
         from ray.exceptions import RayError
 
+        if self._lost_since is not None:
+            self.kill()
+            return PosttrainError(f"its node is lost, and no other has had room for it for {RESERVE_LIMIT_S:.0f} s")
         try:
             ray.get(self._result)
         except RayError as error:

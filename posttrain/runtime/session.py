@@ -90,8 +90,11 @@ def ray_session(config: RayConfig, *, other_cpus: float = 0) -> Iterator[None]:
 def start_board() -> Any:
     """Start the ProgressBoard actor and return its handle."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return ray.remote(num_cpus=0)(ProgressBoard).remote()
+    # Beside the driver, which could not go on without it: another node may be lost.
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(ProgressBoard).remote()  # pyright: ignore
 
 
 def gpus_per_worker(config: RayConfig) -> float:

@@ -24,6 +24,8 @@ from posttrain.runtime.session import ray_session, start_board
 
 RAY_STAGES = ("distill", "sft", "grpo", "eval")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+# The board is on the driver's own machine.
+BOARD_LIMIT_S = 300.0
 
 
 class StageFailedError(PosttrainError):
@@ -102,23 +104,21 @@ def run_stage(stage: str, recipe: Recipe, run: RunFolder, board: Any) -> signal.
     Raises:
         StageFailedError: with the worker's message; the full traceback is in logs/<stage>.log.
     """
-    import ray
-
     bar = Bar(stage)
     handle = launch(stage, recipe, run.path.absolute(), board)
     with _signals() as received:
         asked = 0
         while not handle.wait(POLL_SECONDS):
-            bar.update(ray.get(board.read.remote(stage)))
+            bar.update(_ask(board.read.remote(stage)))
             if len(received) > asked:
                 asked = len(received)
                 if asked > 1:
                     handle.kill()
                     break
-                ray.get(board.request_stop.remote())
+                _ask(board.request_stop.remote())
                 print("\nstopping after this step; again: stop at once, the last checkpoint remains", file=sys.stderr)
     outcome = _outcome(stage, board, handle, killed=asked > 1, run_path=run.path)
-    report: Report = ray.get(board.read.remote(stage))  # pyright: ignore[reportAssignmentType]
+    report: Report = _ask(board.read.remote(stage))
     bar.close(report, outcome.kind)
     if outcome.kind == "failed":
         error = StageFailedError(outcome.message)
@@ -130,19 +130,39 @@ def run_stage(stage: str, recipe: Recipe, run: RunFolder, board: Any) -> signal.
     return None
 
 
+def _ask(reference: Any) -> Any:
+    """The board's answer.
+
+    Raises:
+        StageFailedError: the cluster is gone, or this machine has lost it.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(reference, timeout=BOARD_LIMIT_S)
+    except RayError as error:
+        reason = textwrap.shorten(str(error).strip() or type(error).__name__, 200)
+        failed = StageFailedError(
+            f"the Ray cluster does not answer any more ({reason}); --resume continues from the last checkpoint"
+        )
+        failed.exit_code = 1
+        raise failed from error
+
+
 def _outcome(stage: str, board: Any, handle: StageHandle, *, killed: bool, run_path: Path) -> Outcome:
     """How the stage ended: what the worker said, or what can be said for a worker that could not speak any more."""
-    import ray
-
     if killed:
         return Outcome(kind="stopped")
-    outcome: Outcome | None = ray.get(board.outcome.remote(stage))
+    outcome: Outcome | None = _ask(board.outcome.remote(stage))
     error = handle.error()
     log = run_path / "logs" / f"{stage}.log"
     if outcome is not None and (outcome.kind != "done" or error is None):
         if outcome.kind == "failed" and outcome.exit_code == 1:
             return Outcome(kind="failed", message=f"{stage}: {outcome.message}\nthe traceback is in {log}", exit_code=1)
         return outcome
+    if isinstance(error, PosttrainError):
+        return Outcome(kind="failed", message=f"{stage}: {error}; --resume continues from the last checkpoint", exit_code=1)
     reason = textwrap.shorten(str(error).strip().split(". ")[0] or "no reason given", 200)
     hint = f"See {log}; --resume continues from the last checkpoint"
     message = f"{stage}: its worker died, perhaps for lack of memory ({reason}). {hint}"

@@ -36,9 +36,10 @@ def test_the_mean_context_is_the_one_named(load):
 def test_our_rows_stand_beside(load, tmp_path):
     bench = load("bench_vllm")
     rows = [
-        {"model": "transformer-2b", "context": 48, "sequences": 3, "decode_tokens_per_s": 5.0},
-        {"model": "sse-h-2b", "context": 48, "sequences": 3, "decode_tokens_per_s": 7.0},
-        {"model": "sse-h-2b", "context": 48, "sequences": 1, "error": "no memory"},
+        {"model": "transformer-2b", "mode": "default", "context": 48, "sequences": 3, "decode_tokens_per_s": 5.0},
+        {"model": "sse-h-2b", "mode": "default", "context": 48, "sequences": 3, "decode_tokens_per_s": 7.0},
+        {"model": "sse-h-2b", "mode": "strict", "context": 48, "sequences": 3, "decode_tokens_per_s": 6.0},
+        {"model": "sse-h-2b", "mode": "default", "context": 48, "sequences": 1, "error": "no memory"},
     ]
     (tmp_path / "generator.json").write_text(json.dumps({"rows": rows}))
     assert bench.beside(tmp_path / "generator.json") == {(48, 3): {"transformer-2b": 5.0, "sse-h-2b": 7.0}}

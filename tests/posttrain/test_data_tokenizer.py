@@ -183,3 +183,25 @@ def test_code_of_a_checkpoint_runs_only_when_the_recipe_says_so(tmp_path, monkey
     with pytest.raises(CheckpointError, match="family 'own'"):
         load_model(folder, trust_remote_code=True)
     assert mark.exists()
+
+
+@pytest.mark.slow
+def test_the_tokenizer_of_an_sse_h_checkpoint_loads_in_a_process_that_knows_no_family_yet(tmp_path):
+    from posttrain.models.loading import new_model
+
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "layer_types": ["sse"],
+    }
+    new_model({**fields, "vocab_size": 256}, seed=0).save_pretrained(tmp_path)
+    arithmetic_tokenizer().save_pretrained(tmp_path)
+    code = (
+        "import sys; from types import SimpleNamespace; from posttrain.data.tokenizer import load_tokenizer\n"
+        "given = dict(tokenizer=None, path=sys.argv[1], init=None, chat_template=None, trust_remote_code=False)\n"
+        "print(load_tokenizer(SimpleNamespace(**given)).eos_token)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "<|end|>", done.stderr[-1000:]

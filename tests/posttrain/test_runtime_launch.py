@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,3 +57,32 @@ def test_a_recipe_that_is_wrong_on_the_worker_is_an_error_in_words(tmp_path: Pat
     with pytest.raises(ConfigError, match="no such file 'mine.py'"):
         launch.StageActor().run("grpo", RECIPE, str(tmp_path), None, 1, "/not/on/this/machine")
     assert seen == []
+
+
+def test_a_learner_whose_node_was_lost_does_not_wait_for_ever_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of that name
+
+    places, now, removed = {0: "node-a", 1: "node-b"}, [100.0], []
+    monkeypatch.setattr(groups, "placement_group_table", lambda group: {"bundles_to_node_id": dict(places)})
+    monkeypatch.setattr(groups, "remove_placement_group", removed.append)
+    monkeypatch.setattr("ray.wait", lambda references, timeout: ([], references))
+    monkeypatch.setattr("ray.kill", removed.append)
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    handle = launch.ActorHandle.__new__(launch.ActorHandle)
+    handle._actor, handle._result, handle._group, handle._lost_since = "actor", "result", "group", None
+
+    def after(seconds: float) -> bool:
+        now[0] += seconds
+        return handle.wait(0.0)
+
+    assert not after(1000), "it runs"
+    places[1] = ""
+    assert not after(1000), "a generator's place is the pool's business"
+    places[0] = ""
+    assert not after(0) and not after(299)
+    places[0] = "node-c"
+    assert not after(1)
+    places[0] = ""
+    assert not after(0) and not after(299) and after(2)
+    assert "its node is lost, and no other has had room for it for 300 s" in str(handle.error())
+    assert removed == ["actor", "group"]

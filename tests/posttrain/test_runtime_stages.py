@@ -126,7 +126,7 @@ def driver(tmp_path, monkeypatch):
 
     made = recipe(tmp_path)
     board = Board()
-    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     with RunFolder.open(made, resume=False) as run:
 
         def start(handle):

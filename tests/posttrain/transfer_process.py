@@ -1,9 +1,10 @@
 """A generator's process for the tests of the weight transfer: receives, and says what it got.
 
-python transfer_process.py HOST PORT NAME DEVICE LENT DIES_AT EXTRA
+python transfer_process.py HOST PORT NAME DEVICE LENT DIES_AT STOPS_AT EXTRA
 
 DEVICE: "" receives by broadcast, the sender's own copies from its buckets, which are found in the files LENT.*. DIES_AT: at this
-version it dies as a killed process does, in the middle of the transfer. EXTRA: a name that its model has besides.
+version it dies as a killed process does, in the middle of the transfer; STOPS_AT: it stands still until it gets SIGCONT. EXTRA: a
+name that its model has besides.
 One JSON line a version on standard output: {"version": n, "sums": {name: sum of its numbers}}, or {"error": text} at the end.
 """
 
@@ -25,17 +26,20 @@ from posttrain.grpo.split.transfer.receiver import CollectiveReceiver
 SHAPES = {"a": (3, 5), "b": (1000,), "c": (), "tied": (3, 5)}
 
 
-class Dying(CollectiveReceiver):
-    dies_at = -1
+class Faulty(CollectiveReceiver):
+    dies_at = stops_at = -1
 
     def _transfer(self, number, go, version, entries, sizes):
         if version == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if version == self.stops_at:
+            self.stops_at = -1
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super()._transfer(number, go, version, entries, sizes)
 
 
 def main() -> None:
-    host, port, name, device, lent, dies_at, extra = sys.argv[1:8]
+    host, port, name, device, lent, dies_at, stops_at, extra = sys.argv[1:9]
     torch.multiprocessing.set_sharing_strategy("file_system")
 
     def borrow(number: int):
@@ -45,8 +49,8 @@ def main() -> None:
         return pickle.loads(path.read_bytes())
 
     shapes = SHAPES | ({extra: (2,)} if extra else {})
-    receiver = Dying((host, int(port)), shapes, name=name, host=host, device_name=device, transfer_limit_s=3.0, borrow=borrow)
-    receiver.dies_at = int(dies_at)
+    receiver = Faulty((host, int(port)), shapes, name=name, host=host, device_name=device, transfer_limit_s=6.0, borrow=borrow)
+    receiver.dies_at, receiver.stops_at = int(dies_at), int(stops_at)
     print(json.dumps({"joined": True}), flush=True)
     try:
         while True:

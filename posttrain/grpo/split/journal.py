@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from posttrain.errors import RunFolderError
 from posttrain.grpo.split.groups import RatedGroup, from_fields, to_line
-from posttrain.run_folder import cut_torn_line, is_disk_full
+from posttrain.run_folder import cut_torn_line, flush, is_disk_full
 
 # A buffer that was killed may be writing its last line still.
 LOCK_SECONDS = 60.0
@@ -105,6 +105,7 @@ class Journal:
             file = self._files[path] = open(path, "ab", buffering=0)  # noqa: SIM115 - until forget() or close()
             with open(path, "rb+") as found:
                 cut_torn_line(found)
+            flush(self.folder)  # a new file's name has to outlast a power cut too
         end = path.stat().st_size
         try:
             written = 0

@@ -45,6 +45,8 @@ STORE_BUCKET_BYTES = 64 * 2**20
 KEPT = 2
 FETCH_LIMIT_S = 300.0
 POLL_S = 0.05
+# Longer than all that a receiver itself waits for: what takes longer waits in the store's own connection, which has no deadline.
+RECEIVE_LIMIT_S = 600.0
 
 
 class WeightSender(Protocol):
@@ -329,8 +331,9 @@ class ObjectStoreReceiver:
 class Inbox:
     """A receiver in a thread of its own: the engine goes on until a version is there whole."""
 
-    def __init__(self, receiver: WeightReceiver, *, wait_s: float = 1.0) -> None:
-        self._receiver, self._wait_s = receiver, wait_s
+    def __init__(self, receiver: WeightReceiver, *, wait_s: float = 1.0, limit_s: float = RECEIVE_LIMIT_S) -> None:
+        self._receiver, self._wait_s, self._limit_s = receiver, wait_s, limit_s
+        self._asked: float | None = None
         self._version: int | None = None
         self._error: BaseException | None = None
         self._free, self._closed = threading.Event(), threading.Event()
@@ -352,10 +355,16 @@ class Inbox:
         """A version that has arrived, once; the next one is received after `release`.
 
         Raises:
-            WeightError, ConnectionError: what the receiver met.
+            WeightError, ConnectionError: what the receiver met, or it has not come back in time.
         """
         if self._error is not None:
             raise self._error
+        asked = self._asked
+        if asked is not None and time.monotonic() - asked > self._limit_s:
+            raise WeightError(
+                f"the learner has not answered about weights for {self._limit_s:.0f} s: its process is stopped, or its machine "
+                "cannot be reached"
+            )
         version, self._version = self._version, None
         return version
 
@@ -374,7 +383,9 @@ class Inbox:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
+                self._asked = time.monotonic()
                 version = self._receiver.receive(self._wait_s)
+                self._asked = None
                 if version is not None:
                     self._free.clear()
                     self._version = version

@@ -5,7 +5,7 @@ One publication, number n; all talk goes through a store (TCP) that the learner'
 
     learner                                               each generator, in a thread beside its engine
     publish/n: version, names and shapes         ->       compares them with its own model
-    waits for ready/n/i, drops who is late       <-       ready/n/i: ok, or what is wrong
+    waits for ready/n/i, drops who is late       <-       ready/n/i: ok, have (this very one), or what is wrong
     go/n: who takes part                         ->
     fills a bucket, broadcasts it, ...           ->       receives into buffers of its own; the engine decodes meanwhile
     the checksums of all buckets                 ->       compares them, got/n/i: ok, or what is wrong

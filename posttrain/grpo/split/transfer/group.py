@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from posttrain.grpo.split.transfer.buckets import WeightError
 
@@ -22,6 +24,8 @@ IDLE_S, BUSY_S = 0.01, 0.0005
 # A generator that compiles or swaps may be silent for this long before a publication goes on without it.
 ANSWER_LIMIT_S = 30.0
 TRANSFER_LIMIT_S = 120.0
+# What a generator answers to the offer of weights that it has got already.
+HAVE = "have"
 
 
 class Broken(Exception):
@@ -48,10 +52,10 @@ class Group:
             self._members, self._number = members, self._number + 1
         return self._number
 
-    def open(self, number: int, rank: int, size: int, limit_s: float) -> Any:
-        """The group, made anew unless it is the one that is open. All its members call this."""
+    def open(self, number: int, rank: int, size: int, limit_s: float) -> None:
+        """Make the group anew, unless it is the one that is open. All its members call this."""
         if self._group is not None and self._opened == number:
-            return self._group
+            return
         self.close()
         store = c10d.PrefixStore(f"group/{number}", self._store)
         if self._device.type == "cuda":
@@ -67,13 +71,22 @@ class Group:
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._host)]
             self._group = c10d.ProcessGroupGloo(store, rank, size, options)
         self._opened = number
-        return self._group
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """The learner's tensor, to all of the open group; returns the work to wait for."""
+        return self._group.broadcast(tensor, 0)
 
     def close(self) -> None:
         """End it at once, whatever it is waiting for."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        if self._group is None:
+            return
+        old = [self._group]
+        self._group.abort()
+        self._group = None
+        if self._device.type == "cpu":
+            # Gloo's operations cannot be aborted: its destructor waits until they time out, and nobody should wait with it. (Nor
+            # should anybody else hold the group: the frames of an error's traceback would drop it last.)
+            threading.Thread(target=old.clear, name="old group", daemon=True).start()
 
 
 def device_id(device: torch.device) -> str:
@@ -128,14 +141,14 @@ def finish(works: list[Any], device: torch.device, deadline: float, lost: Callab
             work.wait()  # raises what went wrong
 
 
-def wait_key(store: Any, key: str, deadline: float, late: str) -> None:
-    """Wait until the store has `key`.
+def wait_key(store: Any, key: str, deadline: float, late: str, lost: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the store has `key`. `lost`: whether it is in vain.
 
     Raises:
-        TimeoutError: `deadline` has come; `late` is its message.
+        TimeoutError: `deadline` has come, or the other side is lost; `late` is its message.
     """
     while not store.check([key]):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or lost():
             raise TimeoutError(late)
         time.sleep(BUSY_S)
 
@@ -148,7 +161,9 @@ def as_broken(who: str) -> Iterator[None]:
     except WeightError:
         raise
     except (RuntimeError, TimeoutError) as error:
-        raise Broken(f"the transfer with {who} failed: {str(error).splitlines()[0]}") from error
+        # Gloo goes on to guess at reasons.
+        reason = str(error).splitlines()[0].partition(". This is")[0]
+        raise Broken(f"the transfer with {who} failed: {reason}") from error
 
 
 def synchronize(device: torch.device) -> None:

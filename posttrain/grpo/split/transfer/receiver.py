@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from posttrain.grpo.split.transfer.buckets import Entry, Shapes, WeightError, ch
 from posttrain.grpo.split.transfer.group import (
     ANSWER_LIMIT_S,
     BUSY_S,
+    HAVE,
     IDLE_S,
     TRANSFER_LIMIT_S,
     Broken,
@@ -66,6 +68,7 @@ class CollectiveReceiver:
         member = Member(name=name, device=device_id(self._device) if device_name is None else device_name)
         self._store.set(f"member/{self._index}", json.dumps(asdict(member)))
         self._manifest: tuple[str, list[Entry], list[int]] = ("", [], [])
+        self._content = -1
         self._buckets: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
         cuda = self._device.type == "cuda"
@@ -92,7 +95,9 @@ class CollectiveReceiver:
             offer = json.loads(self._store.get(f"publish/{number}"))
             version, (_, entries, sizes) = int(offer["version"]), self._known(offer["manifest"])
             wrong = _wrong_names(version, entries, self._expected)
-            self._store.set(f"ready/{number}/{self._index}", wrong or "ok")
+            # It is offered again where somebody else has not got it.
+            good = HAVE if offer["content"] == self._content else "ok"
+            self._store.set(f"ready/{number}/{self._index}", wrong or good)
             go = self._go(number, version)
         if wrong:
             raise WeightError(wrong)
@@ -105,12 +110,15 @@ class CollectiveReceiver:
         except Broken as broken:
             logger.warning("version %d: %s", version, broken)
             self._group.close()
+            if self._device.type == "cpu":
+                self._buckets = []  # gloo may write into the old ones until it gives up
             return None
         self.seconds = time.perf_counter() - begun
         with _as_gone():
             self._store.set(f"got/{number}/{self._index}", wrong or "ok")
         if wrong:
             raise WeightError(wrong)
+        self._content = offer["content"]
         self.staged = {}
         for k, bucket in enumerate(self._buckets):
             self.staged |= read_bucket([entry for entry in entries if entry.bucket == k], bucket)
@@ -142,7 +150,7 @@ class CollectiveReceiver:
     def _go(self, number: int, version: int) -> dict[str, Any] | None:
         """Who takes part; None where the learner has gone on without us."""
         key = f"go/{number}"
-        said = lambda: self._store.check([key]) or self._store.add("published", 0) > number + 1  # noqa: E731
+        said = lambda: self._store.check([key]) or self._is_over(number)  # noqa: E731
         if not self._wait(said, ANSWER_LIMIT_S + self._limit_s, BUSY_S):
             raise WeightError(f"the learner offered version {version}, but has not sent it")
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
@@ -157,10 +165,9 @@ class CollectiveReceiver:
         else:
             sums = torch.zeros(len(sizes), dtype=torch.int64, device=self._device)
             rank = 1 + go["members"].index(self._index)
-            group = self._group.open(go["group"], rank, len(go["members"]) + 1, self._limit_s)
-            works = [group.broadcast(tensor, 0) for tensor in [*self._buckets, sums]]
-            # Where the learner is at the next publication already, this one broke.
-            finish(works, self._device, deadline, lost=lambda: self._store.add("published", 0) > number + 1)
+            self._group.open(go["group"], rank, len(go["members"]) + 1, self._limit_s)
+            works = [self._group.broadcast(tensor) for tensor in [*self._buckets, sums]]
+            finish(works, self._device, deadline, lost=lambda: self._is_over(number))
         arrived = torch.stack([checksum(bucket) for bucket in self._buckets]).tolist()
         changed = [k for k, (here, there) in enumerate(zip(arrived, sums.tolist(), strict=True)) if here != there]
         if not changed:
@@ -171,8 +178,9 @@ class CollectiveReceiver:
     def _copy(self, number: int, deadline: float) -> Tensor:
         """Copy the learner's own buckets, which lie on the same device, one after another."""
         assert self._borrow is not None, "a receiver on the learner's device is given `borrow`"
+        over = partial(self._is_over, number)
         for k, bucket in enumerate(self._buckets):
-            wait_key(self._store, f"full/{number}/{k}", deadline, f"the learner has not filled bucket {k}")
+            wait_key(self._store, f"full/{number}/{k}", deadline, f"the learner has not filled bucket {k}", over)
             slot = int(self._store.get(f"full/{number}/{k}"))
             if slot not in self._lent:
                 function, arguments = self._borrow(slot)
@@ -180,8 +188,12 @@ class CollectiveReceiver:
             bucket.copy_(self._lent[slot][: bucket.numel()])
             synchronize(self._device)
             self._store.set(f"taken/{number}/{k}/{self._index}", "ok")
-        wait_key(self._store, f"sums/{number}", deadline, "the learner has not sent its checksums")
+        wait_key(self._store, f"sums/{number}", deadline, "the learner has not sent its checksums", over)
         return torch.tensor(json.loads(self._store.get(f"sums/{number}")), dtype=torch.int64)
+
+    def _is_over(self, number: int) -> bool:
+        """Whether the learner is at the next publication already: this one broke."""
+        return self._store.add("published", 0) > number + 1
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

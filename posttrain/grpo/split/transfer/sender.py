@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from posttrain.grpo.split.transfer.buckets import (
 from posttrain.grpo.split.transfer.group import (
     ANSWER_LIMIT_S,
     BUSY_S,
+    HAVE,
     TRANSFER_LIMIT_S,
     Broken,
     Group,
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # A transfer that broke is tried again with those that still answer; so many in a row are no accident.
 FAILURES_IN_A_ROW = 3
+# Some have got all of a transfer that broke, and are about to say so.
+LAST_WORD_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class CollectiveSender:
         self._members: dict[int, Member] = {}
         self._has: dict[int, int] = {}
         self._dead: set[str] = set()
-        self._number, self._failures = 0, 0
+        self._number, self._content, self._failures = 0, 0, 0
         self._buckets: list[Tensor] = []
         self._version = -1
         self._tensors: Mapping[str, Tensor] = {}
@@ -125,6 +129,7 @@ class CollectiveSender:
             gather(named_tensors, self._whole, self._bucket_bytes)
             named_tensors = self._whole
         self._version, self._tensors = version, named_tensors
+        self._content += 1
         self._has.clear()
         self._send(self._living())
 
@@ -143,8 +148,10 @@ class CollectiveSender:
     # -- an agreement -------------------------------------------------------------------------------------------------
 
     def _living(self) -> list[int]:
-        while self._store.check([f"member/{len(self._members)}"]):
-            self._members[len(self._members)] = Member(**json.loads(self._store.get(f"member/{len(self._members)}")))
+        # One that died between its two words has a number, and no name ever.
+        for i in range(self._store.add("joined", 0)):
+            if i not in self._members and self._store.check([f"member/{i}"]):
+                self._members[i] = Member(**json.loads(self._store.get(f"member/{i}")))
         return [i for i in self._members if not self._is_dead(i)]
 
     def _is_dead(self, member: int) -> bool:
@@ -168,8 +175,10 @@ class CollectiveSender:
                 members = [i for i in members if i in self._living() and i in go.members + go.mapped and i not in self._has]
                 continue
             self._failures = 0
-            seconds = {"wait_s": agreed - begun, "transfer_s": time.perf_counter() - agreed}
-            self.last = Transfer(receivers=len(go.members) + len(go.mapped), nbytes=sum(sizes), **seconds)
+            receivers = len(go.members) + len(go.mapped)
+            if receivers:
+                seconds = {"wait_s": agreed - begun, "transfer_s": time.perf_counter() - agreed}
+                self.last = Transfer(receivers=receivers, nbytes=sum(sizes), **seconds)
             return
 
     def _agree(self, members: list[int], entries: list[Entry], sizes: list[int]) -> _Go:
@@ -179,12 +188,14 @@ class CollectiveSender:
         digest = hashlib.sha256(manifest.encode()).hexdigest()[:16]
         if not self._store.check([f"manifest/{digest}"]):
             self._store.set(f"manifest/{digest}", manifest)
-        self._store.set(f"publish/{number}", json.dumps({"version": self._version, "manifest": digest}))
+        offer = {"version": self._version, "manifest": digest, "content": self._content}
+        self._store.set(f"publish/{number}", json.dumps(offer))
         self._store.add("published", 1)
         answers = self._answers(f"ready/{number}", members, self._answer_s)
         late = [i for i in members if i not in answers and not self._is_dead(i)]
         if late:
             logger.warning("version %d goes out without %s: no answer in time", self._version, self._names(late))
+        self._has |= {i: self._version for i, text in answers.items() if text == HAVE}
         ready = [i for i in members if answers.get(i) == "ok"]
         mapped = [i for i in ready if self._same_device and self._members[i].device == self._same_device]
         group = [i for i in ready if i not in mapped]
@@ -221,8 +232,15 @@ class CollectiveSender:
         """Raises Broken where somebody fell out; WeightError where other bytes arrived than were sent."""
         deadline = time.monotonic() + self._transfer_s
         ready = go.members + go.mapped
-        with as_broken(self._names(ready)):
-            sums = self._send_buckets(go, entries, sizes, deadline)
+        if not ready:
+            return
+        try:
+            with as_broken(self._names(ready)):
+                sums = self._send_buckets(go, entries, sizes, deadline)
+        except Broken as broken:
+            arrived = self._answers(f"got/{go.number}", ready, LAST_WORD_S)
+            self._has |= {i: self._version for i, text in arrived.items() if text == "ok"}
+            raise Broken(f"{broken}; no word of {self._names([i for i in ready if i not in arrived])}") from broken
         if go.mapped:
             self._store.set(f"sums/{go.number}", json.dumps(sums.tolist()))
         answers = self._answers(f"got/{go.number}", ready, max(1.0, deadline - time.monotonic()))
@@ -236,27 +254,31 @@ class CollectiveSender:
 
     def _send_buckets(self, go: _Go, entries: list[Entry], sizes: list[int], deadline: float) -> Tensor:
         """Returns the checksums [buckets]."""
-        group = self._group.open(go.group, 0, len(go.members) + 1, self._transfer_s) if go.members else None
+        if go.members:
+            self._group.open(go.group, 0, len(go.members) + 1, self._transfer_s)
         buckets = self._own_buckets(sizes, lent=bool(go.mapped))
         works: dict[int, Any] = {}
+        lost = lambda: any(map(self._is_dead, go.members))  # noqa: E731
         sums = torch.zeros(len(sizes), dtype=torch.int64, device=self._device)
         for k, size in enumerate(sizes):
             slot = k % len(buckets)
-            if slot in works:
-                works.pop(slot).wait()
+            if slot in works and self._device.type == "cuda":
+                works.pop(slot).wait()  # which only puts the streams in order
+            elif slot in works:
+                finish([works.pop(slot)], self._device, deadline, lost)
             if k >= len(buckets):
                 self._wait_for_copies(go, k - len(buckets), deadline)
             bucket = buckets[slot][:size]
             fill([entry for entry in entries if entry.bucket == k], self._tensors, bucket)
             sums[k] = checksum(bucket)
-            if group is not None:
-                works[slot] = group.broadcast(bucket, 0)
+            if go.members:
+                works[slot] = self._group.broadcast(bucket)
             if go.mapped:
                 synchronize(self._device)
                 self._store.set(f"full/{go.number}/{k}", str(self._first_slot + slot))
-        if group is not None:
-            works[-1] = group.broadcast(sums, 0)
-        finish(list(works.values()), self._device, deadline, lost=lambda: any(map(self._is_dead, go.members)))
+        if go.members:
+            works[-1] = self._group.broadcast(sums)
+        finish(list(works.values()), self._device, deadline, lost)
         for k in range(max(0, len(sizes) - len(buckets)), len(sizes)):
             self._wait_for_copies(go, k, deadline)
         return sums
@@ -278,11 +300,12 @@ class CollectiveSender:
         """Wait until those that map our buckets have copied bucket k."""
         for i in go.mapped:
             key = f"taken/{go.number}/{k}/{i}"
-            wait_key(self._store, key, deadline, f"{self._members[i].name} has not copied bucket {k}")
+            late = f"{self._members[i].name} has not copied bucket {k}"
+            wait_key(self._store, key, deadline, late, lost=partial(self._is_dead, i))
             self._store.delete_key(key)
 
 
 def _raise_wrong(answers: dict[int, str]) -> None:
-    wrong = [text for text in answers.values() if text != "ok"]
+    wrong = [text for text in answers.values() if text not in ("ok", HAVE)]
     if wrong:
         raise WeightError(wrong[0])
