@@ -79,7 +79,7 @@ _LAST_TERM = re.compile(r"(?:\$|\\[(\[])[^$\n]*[\w)}]\s*(?:[-+*/]|\\(?:cdot|time
 _FORMULA_ENDS = re.compile(r"\s*(?:\$|\\[)\]])")
 # What touches a box is part of its value: digits on either side, and in a formula that ends with it a factor.
 _IN_FORMULA = r"(?:\$|\\[(\[])[^$\n]*"
-_DIGITS_BEFORE = re.compile(r"(?<![A-Za-z])\d\.?$")
+_DIGITS_BEFORE = re.compile(r"(?<![A-Za-z])\d\.?\Z")  # `$` would look past the end of a line
 _FACTOR_BEFORE = re.compile(
     rf"{_IN_FORMULA}(?:(?<![A-Za-z\\])[a-zA-Z]|\d|\\(?:pi|alpha|beta|theta)|(?<!\\)\)|\\sqrt\s*\{{[^{{}}]*\}}"
     r"|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s*$"
@@ -96,7 +96,7 @@ _OTHERS_AFTER = re.compile(r"\s*(?:,[-\w.\\{}/^ ]+)+(?:\}|\)|\])")
 _LAST_OF_SEVERAL = re.compile(rf"{_IN_FORMULA}(?:\(|(?<!\\)\[|\\\{{)[-\w.,\\{{}}/^ ]+,\s*$")
 _FACTORIAL = re.compile(r"!+\s*(?:\$|\\[)\]])")
 _BASE = re.compile(r"\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))(?=\s*(?:\$|\\[)\]]|[.,]|$))")
-_MINUS = re.compile(r"(?:^|[\s$=(\[{:,~])[-−]$")
+_MINUS = re.compile(r"(?:^|[\s$=(\[{:,~])[-−]\Z")
 _VALUE = r"(-?(?:\d[\d,.]*\d|\d)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|-?\d*\\sqrt\s*\{\d+\})"
 _OR_AFTER = re.compile(rf"{_CLOSED}[,.?]?\s*\(?\s*[Oo]r\s+(?:{_MAYBE}\s+)?[\s$]*{_VALUE}\s*\$?\s*(?=[.,;!?)](?:\s|$)|$|\n)")
 _OR_BEFORE = re.compile(rf"(?:^|[\s$(,=]){_VALUE}\s*\$?,?\s+or\s+(?:{_MAYBE}\s+)?[\s$]*$")

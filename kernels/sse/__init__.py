@@ -210,8 +210,9 @@ def sse_extend(
         ValueError: as `sse`; the state was allocated for other sizes; slots are out of range or repeated (on the CPU).
     """
     x = check_inputs(
-        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v), initial_state=None,
-        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=False,
+        q1, k1, g1, None, q2, k2, g2, None, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v, strict),
+        initial_state=None, num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=False,
+        has_state=True,
     )  # fmt: skip
     return extend(_one_each(x, cu_seqlens), state, slots, strict=strict, exact=exact, fresh=fresh)
 
@@ -241,15 +242,20 @@ def sse_gdn_extend(
 ) -> Tensor:
     """`sse_extend` for the gated delta rule; the state must be allocated with transition="gdn"."""
     x = check_inputs(
-        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v), initial_state=None,
-        num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=True,
+        q1, k1, g1, b1, q2, k2, g2, b2, v, weight, index, v2=v2, cu_seqlens=_bounds(cu_seqlens, v, strict),
+        initial_state=None, num_partitions=num_partitions, scale=scale, gate=gate, chunk_size=state.chunk_size, is_gdn=True,
+        has_state=True,
     )  # fmt: skip
     return extend(_one_each(x, cu_seqlens), state, slots, strict=strict, fresh=fresh)
 
 
-def _bounds(cu_seqlens: Tensor | None, v: Tensor) -> Tensor:
-    """cu_seqlens, or those of sequences of one token, made on the device."""
-    return torch.arange(v.shape[0] + 1, device=v.device) if cu_seqlens is None else cu_seqlens
+def _bounds(cu_seqlens: Tensor | None, v: Tensor, strict: bool) -> Tensor:
+    """cu_seqlens, or those of sequences of one token; on a GPU only `strict` calls look at them: others are spared the launch."""
+    if cu_seqlens is not None:
+        return cu_seqlens
+    if strict or not v.is_cuda:
+        return torch.arange(v.shape[0] + 1, device=v.device)
+    return torch.empty(v.shape[0] + 1, dtype=torch.int64, device=v.device)
 
 
 def _one_each(x: Inputs, cu_seqlens: Tensor | None) -> Inputs:

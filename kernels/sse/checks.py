@@ -79,8 +79,11 @@ def check_inputs(
     gate: Gate,
     chunk_size: int,
     is_gdn: bool,
+    has_state: bool = False,
 ) -> Inputs:
     """Shapes and options are checked always; values (cu_seqlens, index) only where they lie on the CPU, so a GPU never waits.
+
+    has_state: a decode state takes the place of the initial one, which is an empty tensor then.
 
     Raises:
         ValueError: names the argument, what was given and what is allowed.
@@ -102,8 +105,11 @@ def check_inputs(
     sequences, longest = _check_cu_seqlens(cu_seqlens, tokens)
     if v.device.type == "cpu":
         _check_index_values(index, num_partitions)
-    has_initial_state = initial_state is not None
-    initial_state = _check_state(initial_state, (sequences, 1 + num_partitions, heads, key_dim, value_dim), v)
+    has_initial_state = initial_state is not None and not has_state
+    if has_state:
+        initial_state = v.new_empty(0)
+    else:
+        initial_state = _check_state(initial_state, (sequences, 1 + num_partitions, heads, key_dim, value_dim), v)
     _one_device(v, {**shared, **routed, "v2": v2, "weight": weight, "index": index, "initial_state": initial_state})
     return Inputs(
         q1=q1, k1=k1, g1=g1, b1=b1, b2=with_route.get("b2"),

@@ -60,7 +60,7 @@ def linear():
 def attention():
     from posttrain.kernels.paged_attention.triton_exact import launch_packed, launch_paged
 
-    for heads, dim, window in ((18, 128, None), (2, 64, 100), (6, 256, None)):
+    for heads, dim, window in ((18, 128, None), (2, 64, 100), (6, 72, None)):
         q, k = torch.empty(1500, heads, dim, dtype=half), torch.empty(1500, 2, dim, dtype=half)
         pages, table = torch.empty(20, 2, 64, dim, dtype=half), torch.zeros(4, 32, dtype=torch.int32)
         where = torch.zeros(8, dtype=torch.int64)

@@ -124,6 +124,15 @@ def test_long_outputs_take_linear_time(output):
     assert time.monotonic() - started < 3
 
 
+@pytest.mark.parametrize(
+    "line", ["3+4=7", "so x = 7", "4 \\cdot 2", "= 3(4)", "1.", "$x=7$", "\\[ 3+4=7 \\]", "7 -", "12/3", "a)", "3^2"]
+)
+@pytest.mark.parametrize("between", ["\n", "\n\n", " \n", "\r\n"])
+@pytest.mark.parametrize("box", ["\\boxed{7}", "$\\boxed{7}$", "$$\\boxed{7}$$", "\\[\\boxed{7}\\]"])
+def test_a_box_on_a_line_of_its_own_is_no_part_of_the_line_before(line, between, box):
+    assert last_box(f"{line}{between}{box}") == (True, "7")
+
+
 def test_only_the_end_counts():
     assert find_answer(r"\boxed{7}" + " and so on" * 50_000, policy=BOXED) is None
 
