@@ -49,7 +49,8 @@ _MAX_GAP, _MAX_PARTS = 60, 10
 _NEAR = 90  # characters before and behind a box that may speak about it; the patterns below take quadratic time
 _QUOTED = r"[\s$*(\\]*(?:(?:text(?:bf|it)?|mathbf|bm|boldsymbol|emph|underline)\s*\{\s*)?$"
 _DENIED = re.compile(
-    rf"(?:\b(?:[Nn]ot|never|cannot)|n['’]t)(?:\s+(?:be|equal))?\s+{_QUOTED}"
+    rf"(?:\b(?:[Nn]ot|never|cannot)|n['’]t)(?:\s+(?:quite|exactly|really|actually))?(?:\s+(?:be|equal))?\s+{_QUOTED}"
+    rf"|\bbetween\s+{_QUOTED}"
     rf"|\b(?:wrong|incorrect)\s+(?:answer|value|result)\s+is\s+{_QUOTED}"
     r"|\bnot\s+(?:the\s+case|true|so|possible|correct)\s+that\b[^.!?\n]*$"
     rf"|(?:不是|不等于|不为|\b(?:no\s+es|n['’]est\s+pas|nicht|не)\s)\s*{_QUOTED}"
@@ -65,6 +66,7 @@ _DENIED_AFTER = re.compile(
     r"|(?:can(?:not|\s+not|['’]t)|could(?:n['’]t|\s+not))\s+be\s+(?:right|correct|the)\b"
     r"|(?:is|was)n['’]t\s+(?:right|correct|the)\b|,?\s*or\s+(?:maybe\s+|perhaps\s+)?not\b)"
     rf"|{_CLOSED}\?+\s*(?:No|Nope|Wrong)\b"
+    rf"|{_CLOSED}[.,;!]?\s*(?:Correction|Edit|Erratum|Update|Scratch\s+that)\b\s*[:,.;-]|{_CLOSED},\s*no\s*[:,.;]"
     rf"|{_CLOSED}[.,;!]?\s*(?:(?:[Nn]o|[Ww]ait|[Hh]mm|[Aa]ctually),?\s+)?(?:(?:[Bb]ut|(?:al)?though|[Hh]owever,?)\s+)?(?:[Tt]hat|[Tt]his|[Ii]t)(?:\s+is|['’]s|\s+was)\s+{_WRONG}"
 )
 _WITHIN = re.compile(
@@ -86,7 +88,7 @@ _FACTOR_BEFORE = re.compile(
 )
 _ENDS_WITH_BOX = re.compile(r"\s*(?:\\text\s*\{[^{}]*\}|[.,;])?\s*(?:\$|\\[)\]])")
 _TOUCHING = re.compile(
-    r"\.?\d|,\d{3}(?!\d)|\{\s*\d"
+    r"\.?\d|,\d{3}(?!\d)|\{\s*\d|\s*\\text\s*\{\s*(?:st|nd|rd|th)\b"
     r"|(?:(?P<letter>[a-z])(?![a-zA-Z])|\s*\\(?:pi|sqrt|[dt]?frac)(?![a-z]))[-+*/^\w\\{}(). ]*(?:\$|\\[)\]])"
 )
 _SCALE_AFTER = re.compile(r"\$?\s*(?:\\text\s*\{\s*|\s)(hundred|thousand|million|billion|trillion)s?\b")
@@ -98,7 +100,8 @@ _FACTORIAL = re.compile(r"!+\s*(?:\$|\\[)\]])")
 _BASE = re.compile(r"\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))(?=\s*(?:\$|\\[)\]]|[.,]|$))")
 _MINUS = re.compile(r"(?:^|[\s$=(\[{:,~])[-−]\Z")
 _VALUE = r"(-?(?:\d[\d,.]*\d|\d)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|-?\d*\\sqrt\s*\{\d+\})"
-_OR_AFTER = re.compile(rf"{_CLOSED}[,.?]?\s*\(?\s*[Oo]r\s+(?:{_MAYBE}\s+)?[\s$]*{_VALUE}\s*\$?\s*(?=[.,;!?)](?:\s|$)|$|\n)")
+_OR = rf"(?:[Oo]r\s+(?:{_MAYBE}\s+)?|\\text\s*\{{\s*or\s*\}}\s*)"
+_OR_AFTER = re.compile(rf"{_CLOSED}[,.?]?\s*\(?\s*{_OR}[\s$]*{_VALUE}\s*\$?\s*(?=[.,;!?)](?:\s|$)|$|\n)")
 _OR_BEFORE = re.compile(rf"(?:^|[\s$(,=]){_VALUE}\s*\$?,?\s+or\s+(?:{_MAYBE}\s+)?[\s$]*$")
 
 

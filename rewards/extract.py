@@ -166,8 +166,9 @@ def _content_text(content: object) -> str:
 
 
 def gold_text(gold: object) -> str | None:
-    """The gold answer as text: the last box of a worked solution, what follows `####`, or the whole; None where empty."""
-    if gold is None or isinstance(gold, bool):
+    """The gold answer as text: the last box of a worked solution, what follows `####`, or the whole; None where empty, and for
+    NaN, by which tables say that a number is missing."""
+    if gold is None or isinstance(gold, bool) or gold != gold:
         return None
     if isinstance(gold, (int, float)):
         return repr(gold) if isinstance(gold, float) else str(gold)

@@ -63,7 +63,7 @@ def evaluate(recipe: Recipe, run_path: Path, context: WorkerContext) -> list[Row
         progress = Progress(context, len(models) * sum(len(scored[name]) * each[name] for name in suites))
         for model_name, path in models.items():
             with ExitStack() as stack:
-                engine = LazyBackend(recipe, path, stack)
+                engine = LazyBackend(recipe, path, stack, progress.idle)
                 for suite_name, problems in scored.items():
                     folder = Path(run_path) / "eval" / folder_name(model_name) / suite_name
                     progress.begin(model_name, suite_name)
@@ -147,7 +147,14 @@ class Progress:
     def add(self, samples: int) -> None:
         """Raises StageStopped after Ctrl-C."""
         self.done += samples
-        self.context.report(self.done, self.total, note=self.what)
+        self._report(self.what)
+
+    def idle(self, trouble: str) -> None:
+        """While nothing arrives: says why, and raises as `add` does."""
+        self._report(f"{self.what}; {trouble}" if trouble else self.what)
+
+    def _report(self, note: str) -> None:
+        self.context.report(self.done, self.total, note=note)
         if self.context.stop_requested():
             raise StageStopped(f"evaluation of {self.what} stopped after {self.done} of {self.total} samples")
 
@@ -155,8 +162,8 @@ class Progress:
 class LazyBackend:
     """The backend of one model, opened when the first sample is missing; closed with `stack`."""
 
-    def __init__(self, recipe: Recipe, path: str, stack: ExitStack) -> None:
-        self.recipe, self._stack, self._open = recipe, stack, None
+    def __init__(self, recipe: Recipe, path: str, stack: ExitStack, idle: Callable[[str], None]) -> None:
+        self.recipe, self._stack, self._open, self._idle = recipe, stack, None, idle
         revision = recipe.model.revision if path == recipe.model.path else None
         self.model: ModelConfig = recipe.model.model_copy(update={"path": path, "revision": revision, "init": None})
 
@@ -176,6 +183,8 @@ class LazyBackend:
                 num_gpus=gpus_per_worker(recipe.ray) if several else 0,
             )
             self._stack.enter_context(closing(self._open))
+            if hasattr(self._open, "idle"):  # a server may be silent for long; engines of ours are not
+                self._open.idle = self._idle
         return self._open
 
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Those that HTTP calls temporary, and 529, with which some hosts say that they are overloaded.
 TEMPORARY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+# Without an answer for so long, whoever reads them is asked whether to go on.
+IDLE_S = 1.0
 FINISH: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "stop_sequence": "stop"}
 # Refusals that may be about one request alone, such as a prompt beyond the server's context.
 OF_ONE_REQUEST = frozenset({400, 413, 422})
@@ -77,6 +79,9 @@ class ServerBackend:
         self.concurrency, self.retries, self.first_pause_s = concurrency, retries, first_pause_s
         self.token_limit, self.extra_body = token_limit, dict(extra_body or {})
         self._asks_logprobs, self._keep_refusals = logprobs, keep_refusals
+        # Called every second in which nothing arrives, with the latest failure or "": it may raise, which ends generate().
+        self.idle: Callable[[str], None] | None = None
+        self._trouble = ""
         self._render = render or (lambda messages: "\n\n".join(turn["content"] for turn in messages))
         self._secret = api_key
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -102,10 +107,16 @@ class ServerBackend:
                 thread.start()
             left = len(threads)
             while left:
-                text = work.done.get()
+                try:
+                    text = work.done.get(timeout=IDLE_S)
+                except queue.Empty:
+                    if self.idle is not None:
+                        self.idle(self._trouble)
+                    continue
                 if text is None:
                     left -= 1
                 else:
+                    self._trouble = ""
                     yield text
             if work.error is not None:
                 raise work.error
@@ -138,6 +149,7 @@ class ServerBackend:
             if stop.is_set():
                 return None
             logger.warning("%s: attempt %d of %d failed: %s", name, attempt + 1, self.retries + 1, failure.reason)
+            self._trouble = f"attempt {attempt + 1} of {self.retries + 1} failed: {failure.reason}"
         raise BackendError(
             f"the server {self._place()} failed {self.retries + 1} times on {name}, at last with: {failure.reason}. "
             "What arrived is kept; look at the server, then continue with --resume"

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,6 +52,8 @@ class Service:
         # Encoding may set options inside a tokenizer while others decode with it: it has its own, and one thread.
         self._encoding = copy.deepcopy(tokenizer)
         self._special = special_tokens(tokenizer)
+        # No text of more characters can be a prompt that fits, with room for what a normaliser takes out.
+        self._longest_text = 4 * max_length * max(map(len, tokenizer.get_vocab()), default=1)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="posttrain-encode")
 
     @asynccontextmanager
@@ -95,13 +97,16 @@ class Service:
         self._check_model(body.model)
         prompts = body.prompts()
         self.engine.check_fits(len(prompts) * body.n)  # before any of them is encoded
+        self._check_length((one for one in prompts if isinstance(one, str)), "prompt")
         encoded = [await self._encode(self._text_ids, one, body) if isinstance(one, str) else one for one in prompts]
         return await self._answer(http, body, encoded, default_limit=DEFAULT_COMPLETION_TOKENS)
 
     async def chat(self, http: HttpRequest) -> Response:
         body = read(ChatBody, await json_body(http))
         self._check_model(body.model)
-        ids = await self._encode(self._chat_ids, body.turns())
+        turns = body.turns()
+        self._check_length(["".join(turn["content"] for turn in turns)], "messages")
+        ids = await self._encode(self._chat_ids, turns)
         return await self._answer(http, body, [ids], default_limit=None)
 
     # -- from a body to an answer -------------------------------------------------------------------------------------
@@ -167,6 +172,17 @@ class Service:
             said = reason(error)
             name = said.partition("=")[0]
             raise bad_request(said, name if name in Body.model_fields else "prompt") from None
+
+    def _check_length(self, texts: Iterable[str], param: str) -> None:
+        """Before any is encoded: that takes a second for every few megabytes, and other requests would wait for it."""
+        longest = max(map(len, texts), default=0)
+        if longest > self._longest_text:
+            raise bad_request(
+                f"the prompt has {longest:,} characters, but no text of more than {self._longest_text:,} fits into the model's "
+                f"{self.max_length} tokens; shorten it",
+                param,
+                "context_length_exceeded",
+            )
 
     async def _encode(self, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)

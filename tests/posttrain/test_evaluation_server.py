@@ -1,6 +1,7 @@
 """A whole evaluation through a server that stumbles, and suites that are wrong."""
 
 import json
+import time
 
 import pytest
 
@@ -9,7 +10,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.evaluation import evaluate, grading
 from posttrain.evaluation.suites import prepare
 from posttrain.inference import BackendError
-from posttrain.runtime.worker import WorkerContext
+from posttrain.runtime.worker import StageStopped, WorkerContext
 from tests.posttrain.openai_server import DIE, chat, serving
 
 ROWS = [
@@ -70,6 +71,26 @@ def test_a_server_that_dies_half_way_is_resumed_to_the_same_table(tmp_path):
 def _model(path) -> str:
     [folder] = (path / "eval").glob("served-*")
     return folder.name
+
+
+def test_a_server_that_is_gone_is_told_of_and_the_wish_to_stop_is_heard(tmp_path, monkeypatch):
+    """Nothing arrives, and attempts are far from over: the bar says why, and Ctrl-C does not wait for them."""
+    notes: list[str] = []
+
+    class Context(WorkerContext):
+        def report(self, step, total, *, note="", force=False, **metrics):
+            notes.append(note)
+
+        def stop_requested(self):
+            return any("attempt" in note for note in notes)
+
+    monkeypatch.setattr("posttrain.inference.server.IDLE_S", 0.05)
+    with serving(answer) as gone:
+        pass
+    begun = time.monotonic()
+    with pytest.raises(StageStopped, match="after 0 of 9 samples"):
+        evaluate(recipe(tmp_path, gone.url, retries=30), tmp_path / "run", Context(stage="eval", run_path=tmp_path / "run"))
+    assert "attempt 1 of 31 failed: ConnectError" in notes[-1] and time.monotonic() - begun < 30
 
 
 def test_a_table_of_what_the_server_said(tmp_path):

@@ -226,6 +226,7 @@ BAD = [  # body beside the prompt, field to blame, a word of the reason
     ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),
     ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
     ({"prompt": [5] * CONTEXT}, "prompt", "no room"),
+    ({"prompt": "7 " * 10**6}, "prompt", "2,000,000 characters"),
     ({"max_tokens": CONTEXT}, "max_tokens", str(CONTEXT)),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": "9"}, "max_tokens", "integer"),
@@ -385,6 +386,9 @@ class Failing:
 
 class NoTokenizer:
     all_special_tokens = ()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
 
 
 def failing_service() -> Any:
