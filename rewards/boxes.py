@@ -50,7 +50,6 @@ _NEAR = 90  # characters before and behind a box that may speak about it; the pa
 _QUOTED = r"[\s$*(\\]*(?:(?:text(?:bf|it)?|mathbf|bm|boldsymbol|emph|underline)\s*\{\s*)?$"
 _DENIED = re.compile(
     rf"(?:\b(?:[Nn]ot|never|cannot)|n['’]t)(?:\s+(?:quite|exactly|really|actually))?(?:\s+(?:be|equal))?\s+{_QUOTED}"
-    rf"|\bbetween\s+{_QUOTED}"
     rf"|\b(?:wrong|incorrect)\s+(?:answer|value|result)\s+is\s+{_QUOTED}"
     r"|\bnot\s+(?:the\s+case|true|so|possible|correct)\s+that\b[^.!?\n]*$"
     rf"|(?:不是|不等于|不为|\b(?:no\s+es|n['’]est\s+pas|nicht|не)\s)\s*{_QUOTED}"
