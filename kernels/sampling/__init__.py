@@ -1,8 +1,9 @@
-"""What sampling does for each row once its distribution is known: a counted random number, a token, an entry brought forward.
+"""What sampling does for each row of logits: a counted random number, a token, an entry brought forward.
 
 A token is where the number falls in the cumulative distribution, in fixed point: a float sum depends on the order of its
-additions, and scans choose that order by the shape of the batch. Probabilities are rounded to multiples of 2^-46 and summed as
-int64, which is exact in any order, so a row's token depends on that row alone.
+additions, and scans choose that order by the shape of the batch. Within blocks of `BLOCK` tokens probabilities relative to the
+block's largest are rounded to multiples of 2^-42 and summed as int64, which is exact in any order, and so are the blocks' masses
+after they were brought to one scale; so a row's token and log-probabilities depend on that row alone.
 """
 
 from __future__ import annotations
@@ -15,30 +16,56 @@ from posttrain.kernels.sampling.reference import advance_reference, draw_referen
 
 __all__ = ["advance", "draw", "fixed_point", "random_bits", "uniform"]
 
+# Sums of masses are below 2^53 a block: this many blocks fit int64.
+MAX_VOCABULARY = 2**20
 
-def draw(logprobs: Tensor, keys: Tensor, counters: Tensor, *, backend: FusedBackend | None = None) -> tuple[Tensor, Tensor]:
-    """One token a row by inverse CDF in the order of token ids.
+
+def draw(
+    logits: Tensor,
+    keys: Tensor,
+    counters: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    truncated: Tensor | None = None,
+    backend: FusedBackend | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token a row from softmax(logits / temperature), by inverse CDF in the order of token ids.
 
     Args:
-        logprobs: [B, vocab] fp32, normalised.
+        logits: [B, vocab] fp32.
         keys, counters: int64 [B], see `uniform`.
+        temperature: fp32 [B]; 0: the lowest of the likeliest tokens, whose log-probability is 0. None: 1 everywhere.
+        truncated: fp32 [C, vocab], what the first C rows draw from instead: logits / temperature with -inf where nothing may be
+            drawn. Needs a temperature, which still says what is greedy.
         backend: "torch", "triton", or None for the best one here.
 
     Returns:
-        token int64 [B] and its log-probability fp32 [B]. A row that holds NaN gets some token.
+        token int64 [B], its log-probability where it was drawn from and under softmax(logits), both fp32 [B], and broken bool
+        [B]: logits that hold NaN or +inf, or nothing but -inf. A broken row gets some token.
 
     Raises:
-        ValueError: shapes or types do not fit; the backend cannot take logprobs.
+        ValueError: shapes or types do not fit; the backend cannot take logits.
     """
-    if logprobs.ndim != 2 or logprobs.dtype != torch.float32 or not logprobs.shape[1]:
-        raise ValueError(f"logprobs must be [B, vocab] in float32, got {list(logprobs.shape)} in {logprobs.dtype}")
-    _check_rows(logprobs.shape[0], keys=keys, counters=counters)
-    if takes_triton(logprobs, backend) and logprobs.shape[0]:
+    if logits.ndim != 2 or logits.dtype != torch.float32 or not 0 < logits.shape[1] <= MAX_VOCABULARY:
+        raise ValueError(
+            f"logits must be [B, vocab] in float32, vocab 1 to {MAX_VOCABULARY}, got {list(logits.shape)} in {logits.dtype}"
+        )
+    _check_rows(logits.shape[0], keys=keys, counters=counters)
+    if temperature is not None:
+        _check_rows(logits.shape[0], temperature=temperature)
+    if truncated is not None:
+        fits = truncated.ndim == 2 and truncated.shape[1] == logits.shape[1] and truncated.shape[0] <= logits.shape[0]
+        if temperature is None or truncated.dtype != torch.float32 or not fits:
+            raise ValueError(
+                f"truncated must be [at most B, vocab] in float32, with a temperature, got {list(truncated.shape)} in "
+                f"{truncated.dtype} beside logits {list(logits.shape)}"
+            )
+    if takes_triton(logits, backend) and logits.shape[0]:
         from posttrain.kernels.sampling.triton_sampling import triton_draw
 
-        with on_device_of(logprobs):
-            return triton_draw(logprobs, keys, counters)
-    return draw_reference(logprobs, keys, counters)
+        with on_device_of(logits):
+            return triton_draw(logits, keys, counters, temperature, truncated)
+    return draw_reference(logits, keys, counters, temperature, truncated)
 
 
 def advance(

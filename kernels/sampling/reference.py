@@ -6,7 +6,10 @@ arithmetic, which gives the same bits everywhere.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.kernels.elementwise import elementwise
@@ -14,7 +17,8 @@ from posttrain.kernels.elementwise import elementwise
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step between counters in SplitMix64
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-FIXED_POINT = 2.0**46  # a row's sum stays below 2^47: exact in int64 and in float64
+FIXED_POINT = 2.0**42  # the sum of a block stays below 2^53: exact in int64 and in float64
+BLOCK = 2048  # tokens that share a scale
 
 
 def signed(bits: int) -> int:
@@ -42,21 +46,84 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def fixed_point(logprobs: Tensor) -> Tensor:
-    """Probabilities as int64 multiples of 2^-46.
+    """Probabilities as int64 multiples of 2^-42.
 
     Scaling by a power of two is exact, so only the floor rounds; `elementwise` keeps the bits of exp from depending on the shape.
     """
     return (elementwise(torch.exp, logprobs) * FIXED_POINT).to(torch.int64)
 
 
-def draw_reference(logprobs: Tensor, keys: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+def _finite(x: Tensor) -> Tensor:
+    return (x - x) == 0
+
+
+@dataclass(frozen=True)
+class Masses:
+    """A distribution [B, vocab] block by block: masses int64 [B, blocks, BLOCK] in the block's scale, `top` [B, blocks] its
+    largest logit (0 where none is finite), and in the row's scale the blocks' sums `scaled`, int64 [B, blocks]; `highest` [B]."""
+
+    masses: Tensor
+    top: Tensor
+    scaled: Tensor
+    highest: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Masses:
+        vocab = logits.shape[1]
+        width = min(BLOCK, 1 << (vocab - 1).bit_length())  # padding has no mass
+        x = F.pad(logits, (0, -vocab % width), value=-torch.inf).view(logits.shape[0], -1, width)
+        x = torch.where(_finite(x), x, -torch.inf)
+        largest = x.amax(2)
+        top = torch.where(_finite(largest), largest, 0.0)
+        masses = fixed_point(x - top[..., None])
+        highest = largest.amax(1)
+        highest = torch.where(_finite(highest), highest, 0.0)
+        scale = elementwise(torch.exp, top.double() - highest.double()[:, None])
+        return cls(masses, top, (masses.sum(2).double() * scale).to(torch.int64), highest)
+
+    def token(self, number: Tensor) -> Tensor:
+        """Where the numbers [B] in (0, 1) fall."""
+        cumulative = self.scaled.cumsum(1)
+        total = cumulative[:, -1:]
+        target = torch.minimum((number[:, None] * total.double()).to(torch.int64), total - 1)
+        block = (cumulative <= target).sum(1, keepdim=True).clamp_(max=cumulative.shape[1] - 1)
+        mine = self.scaled.gather(1, block)
+        masses = self.masses.gather(1, block[..., None].expand(-1, -1, self.masses.shape[2]))[:, 0].cumsum(1)
+        own = masses[:, -1:]
+        inside = target - (cumulative.gather(1, block) - mine)
+        inside = torch.minimum((inside.double() * own.double() / mine.clamp(min=1).double()).to(torch.int64), own - 1)
+        return (block * self.masses.shape[2] + (masses <= inside).sum(1, keepdim=True))[:, 0]
+
+    def logprob(self, logit: Tensor) -> Tensor:
+        """fp32 [B] of one logit a row."""
+        total = self.scaled.sum(1).double() / FIXED_POINT
+        return (logit.double() - self.highest.double() - elementwise(torch.log, total)).float()
+
+
+def draw_reference(
+    logits: Tensor, keys: Tensor, counters: Tensor, temperature: Tensor | None, truncated: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `posttrain.kernels.sampling`."""
-    cumulative = fixed_point(logprobs).cumsum(dim=-1)
-    total = cumulative[:, -1]
-    target = torch.minimum((uniform(keys, counters) * total.double()).to(torch.int64), total - 1)
-    token = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    token = token.clamp_(0, logprobs.shape[-1] - 1)  # only a broken row can fall outside
-    return token, logprobs.gather(-1, token[:, None])[:, 0]
+
+    def at(x: Tensor, token: Tensor) -> Tensor:
+        return x.gather(1, token[:, None])[:, 0]
+
+    highest, likeliest = logits.max(1)
+    number, last = uniform(keys, counters), logits.shape[1] - 1
+    plain = Masses.of(logits)
+    if temperature is None:
+        token = plain.token(number).clamp_(0, last)  # only a broken row can fall outside
+        logprob = plain_logprob = plain.logprob(at(logits, token))
+    else:
+        greedy = temperature == 0
+        scaled = logits / temperature.masked_fill(greedy, 1.0)[:, None]
+        if truncated is not None:
+            scaled[: truncated.shape[0]] = truncated
+        masses = Masses.of(scaled)
+        token = torch.where(greedy, likeliest, masses.token(number).clamp_(0, last))
+        logprob = masses.logprob(at(scaled, token)).masked_fill(greedy, 0.0)
+        plain_logprob = plain.logprob(at(logits, token))
+    return token, logprob, plain_logprob, ~_finite(highest)
 
 
 def advance_reference(

@@ -1,4 +1,5 @@
-"""One token a sequence on the chunk grid, GLA, in Triton: two launches a layer, nothing read back, fit for a CUDA graph.
+"""One token a sequence on the chunk grid, GLA, in Triton: two launches a layer, nothing read back, fit for a CUDA graph (there
+three, the folds beside the layers that follow).
 
 Who calls: `TritonChunkState.step` (through `sse_extend`), B tokens of B sequences, which it finds by their slots. Per row (token,
 touched partition) and head a token's output is the last row of its unfinished chunk,
@@ -262,13 +263,15 @@ def gla_fold_kernel(
     SHARED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    SUM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, H, V]: the rows' outputs summed, shared first; the counts; full chunks folded. Any grid of one dimension.
+    """SUM: out [tokens, H, V], the rows' outputs summed, shared first. FOLD: the counts; full chunks folded. Any grid of one
+    dimension.
 
     Items of a fold, (row, head, block), go around the programs, so that the heads of a row that is full are spread over them."""
     routes: tl.constexpr = R + 1 if SHARED else R
     program, programs = tl.program_id(0), tl.num_programs(0)
-    width = heads * V
+    width = heads * V if SUM else 0
     for first in range(program * BLOCK, tokens * width, programs * BLOCK):
         item = first + tl.arange(0, BLOCK)
         mask = item < tokens * width
@@ -277,7 +280,7 @@ def gla_fold_kernel(
         for r in tl.static_range(routes):
             summed += tl.load(part + at + r * width, mask=mask, other=0.0)
         tl.store(out + item, summed.to(out.dtype.element_ty), mask=mask)
-    rows = tokens * routes
+    rows = tokens * routes if FOLD else 0
     for first in range(program * LANES, rows, programs * LANES):
         row = first + tl.arange(0, LANES)
         stream = stream_of(slots, index, row, row < rows, SHARED, R, N)

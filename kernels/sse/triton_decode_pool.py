@@ -17,6 +17,7 @@ from posttrain.kernels.sse.triton_limits import MAX_CHUNK, MAX_WIDTH
 from posttrain.kernels.sse.triton_options import DecodeOptions, append_constants
 from posttrain.kernels.sse.triton_prefill import prefill
 from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
+from posttrain.kernels.work_aside import aside, goes_aside
 
 _DECODE, _FOLD = Launch(gla_decode_kernel), Launch(gla_fold_kernel)
 
@@ -157,7 +158,7 @@ class TritonChunkState(ChunkState):
         _DECODE((length.shape[0] * heads, cdiv(s.V, options["BV"])), tensors, numbers, constants)
 
     def _sum_and_fold(self, x: Inputs, s: Sizes, where: tuple[Tensor, Tensor], length: Tensor, part: Tensor) -> Tensor:
-        """Second launch -> o."""
+        """Second launch -> o; two launches where the folds may go aside."""
         (tokens, routes), heads = x.index.shape, x.v.shape[1]
         out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
         scan = constants_of("scan", s)
@@ -165,14 +166,20 @@ class TritonChunkState(ChunkState):
         blocks = self.options.fold or (scan["BK"], scan["BV"], scan["num_warps"], 128 if s.HALF else None)
         constants = dict(
             SHARED=x.q1 is not None, R=routes, N=x.num_partitions, K=s.K, V=s.V, C=s.C, HALF=s.HALF, GLOW=s.GLOW, BC=s.BC,
-            BLOCK=1024, LANES=128,
+            BLOCK=1024, LANES=128, SUM=True, FOLD=True,
             **dict(zip(("BK", "BV", "num_warps", "maxnreg"), blocks, strict=True)),
         )  # fmt: skip
         tensors = (
             *where, length, part, out, self.count, self.high, self.low,
             *(self.pending[n] for n in ("k", "g", "v", "ks", "factor")), self.total,
         )  # fmt: skip
-        _FOLD((min(self.options.programs, length.shape[0] * heads),), tensors, (tokens, heads), constants)
+        grid = (min(self.options.programs, length.shape[0] * heads),)
+        if not goes_aside():
+            _FOLD(grid, tensors, (tokens, heads), constants)
+            return out
+        _FOLD(grid, tensors, (tokens, heads), constants | {"FOLD": False})
+        with aside(*where, length, part, out):
+            _FOLD(grid, tensors, (tokens, heads), constants | {"SUM": False})
         return out
 
 

@@ -185,25 +185,14 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) ->
 
 def _sample_block(logits: Tensor, params: SamplingParams, positions: Tensor) -> Draw:
     mode, cut = params.kind.mode, params.kind.cut
-    logits = logits.float()
-    highest, likeliest = logits.max(dim=-1)
-    plain = torch.log_softmax(logits, dim=-1)
-    if mode == "greedy":
-        token, logprob = likeliest, torch.zeros_like(highest)
-    elif mode == "plain":
-        token, logprob = draw(plain, params.keys, positions)
-    else:
-        greedy = params.temperature == 0
-        scaled = logits / params.temperature.masked_fill(greedy, 1.0)[:, None]
-        if cut:
-            limits = (column[:cut, None] for column in (params.top_k, params.top_p, params.log_min_p))
-            scaled[:cut] = truncate(scaled[:cut], *limits)
-        drawn, logprob = draw(torch.log_softmax(scaled, dim=-1), params.keys, positions)
-        token, logprob = torch.where(greedy, likeliest, drawn), logprob.masked_fill(greedy, 0.0)
-    plain_logprob = logprob if mode == "plain" else plain.gather(-1, token[:, None])[:, 0]
-    # 0 where it is finite, else NaN: two launches where isfinite takes four.
-    broken = (highest - highest) != 0
-    return Draw(token=token, logprob=logprob, plain_logprob=plain_logprob, broken=broken)
+    logits, truncated = logits.float(), None
+    if cut:
+        heat = params.temperature[:cut, None]
+        scaled = logits[:cut] / heat.masked_fill(heat == 0, 1.0)
+        truncated = truncate(scaled, *(column[:cut, None] for column in (params.top_k, params.top_p, params.log_min_p)))
+    temperature = None if mode == "plain" else params.temperature
+    token, logprob, plain, broken = draw(logits, params.keys, positions, temperature=temperature, truncated=truncated)
+    return Draw(token=token, logprob=logprob, plain_logprob=plain, broken=broken)
 
 
 def sample(logits: Tensor, params: SamplingParams, positions: Tensor) -> Draw:

@@ -67,8 +67,9 @@ print(json.dumps([(name, kernel.metadata.shared) for name, kernel in compiled]))
 SAMPLING = """
 from posttrain.kernels.sampling import triton_sampling
 
-logprobs, keys = torch.zeros(4, 151936), torch.zeros(4, dtype=torch.int64)
-triton_sampling.triton_draw(logprobs, keys, keys)
+logits, keys = torch.zeros(4, 151936), torch.zeros(4, dtype=torch.int64)
+triton_sampling.triton_draw(logits, keys, keys, None, None)
+triton_sampling.triton_draw(logits, keys, keys, logits[:, 0].contiguous(), logits[:2])
 column, flags = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
 triton_sampling.triton_advance(torch.zeros(6, 4, dtype=torch.int64), flags, keys[:1], keys, keys, column, column, flags)
 print(json.dumps([(name, kernel.metadata.shared) for name, kernel in compiled]))
@@ -88,7 +89,7 @@ def test_compiles_for_hopper(transition, root, tmp_path):
 @pytest.mark.slow
 def test_sampling_compiles_for_hopper(root, tmp_path):
     names = [name for name, _ in compiled_by(SAMPLING, root=root, cache=tmp_path)]
-    assert names == ["mass_kernel", "draw_kernel", "advance_kernel"]
+    assert names == ["mass_kernel", "draw_kernel", "mass_kernel", "draw_kernel", "advance_kernel"]
 
 
 def compiled_by(program, *arguments, root, cache):
