@@ -168,12 +168,16 @@ class SlotCache(Cache):
         self.pages = PageTable(num_slots, num_pages, max_length=max_length, device=device) if paged else None
         self.states: list[ChunkState | KVPool | PagedKV] = []
         shape = config.shape
+        chunked = {
+            kind: iter(ChunkState.allocate_layers(
+                shape.layer_types.count(kind), num_slots, config.num_partitions, config.num_attention_heads, shape.head_dim,
+                shape.head_dim, config.chunk_size, transition="gla" if kind == "sse" else "gdn", device=device, dtype=dtype,
+            ))
+            for kind in SSE_LAYER_TYPES
+        }  # fmt: skip
         for kind in shape.layer_types:
-            if kind in SSE_LAYER_TYPES:
-                state = ChunkState.allocate(
-                    num_slots, config.num_partitions, config.num_attention_heads, shape.head_dim, shape.head_dim,
-                    config.chunk_size, transition="gla" if kind == "sse" else "gdn", device=device, dtype=dtype,
-                )  # fmt: skip
+            if kind in chunked:
+                state = next(chunked[kind])
             else:
                 window = config.sliding_window if kind == "sliding_attention" else None
                 sizes = (shape.kv_heads, shape.head_dim)

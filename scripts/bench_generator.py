@@ -179,6 +179,10 @@ class Bench:
         generator.generate(requests(some, 1))
         synchronize(self.device)
         prefill = len(some) * length / (time.perf_counter() - start)
+        profiled = self.args.profile and self.device.type == "cuda"
+        if profiled:
+            title = f"{name}, {self.mode}, a prompt of {length} in pieces of {self.args.prefill_tokens}"
+            self.record["kernels"][title] = kernel_times(lambda: generator.generate(requests(given[:1], 1)), calls=1)[:20]
         for request in requests(given, most):
             generator.submit(request)
         while generator.num_running < sequences:
@@ -194,7 +198,7 @@ class Bench:
         seconds = time.perf_counter() - start
         tokens = generator.generated_tokens - before
         running = generator.num_running
-        if self.args.profile and self.device.type == "cuda":
+        if profiled:
             self.record["kernels"][f"{name}, {self.mode}, {context}x{sequences}"] = kernel_times(generator.step)[:16]
         held = [sum(map(len, (s.group.request.prompt_ids, s.token_ids))) for s in generator._scheduler.running]
         mean = sum(held) / max(1, len(held))
@@ -338,7 +342,7 @@ class Bench:
             lines += ["Decode attention of one layer by itself:", ""]
             lines += table(names, [_cells(row, names) for row in r["attention"]])
         for what, rows in r["kernels"].items():
-            lines += [f"{what}, by kernel:", "", *table(["kernel", "us a step", "launches"], [
+            lines += [f"{what}, by kernel:", "", *table(["kernel", "us", "launches"], [
                 (kernel[:60], f"{us:.1f}", n) for kernel, us, n in rows])]  # fmt: skip
         return lines
 
@@ -387,7 +391,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--triton-states", action="store_true", help="decode GLA layers in Triton where that is no default too")
     parser.add_argument("--attention", action="store_true", help="decode attention of one layer by itself too")
     parser.add_argument("--sweep-attention", action="store_true", help="that over launch options, and nothing else")
-    parser.add_argument("--profile", action="store_true", help="time by kernel of a step of each row")
+    parser.add_argument("--profile", action="store_true", help="time by kernel of a step and of a prompt of each row")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows: a trial of the script")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=None, help="folder of generator.md and generator.json; default: benchmarks/")

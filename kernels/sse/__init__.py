@@ -26,12 +26,24 @@ from posttrain.kernels.sse.checks import Gate, Inputs, check_inputs, without_aut
 from posttrain.kernels.sse.chunked import run_chunked
 from posttrain.kernels.sse.chunked_gdn import run_chunked_gdn
 from posttrain.kernels.sse.decode import ChunkState, extend
+from posttrain.kernels.sse.folds import folds_together
 from posttrain.kernels.sse.reference import run_reference
 from posttrain.kernels.sse.routing import balance_loss, route
 
 Backend = Literal["reference", "torch", "triton"]
 
-__all__ = ["Backend", "ChunkState", "balance_loss", "route", "sse", "sse_extend", "sse_gdn", "sse_gdn_extend", "use_backend"]
+__all__ = [
+    "Backend",
+    "ChunkState",
+    "balance_loss",
+    "folds_together",
+    "route",
+    "sse",
+    "sse_extend",
+    "sse_gdn",
+    "sse_gdn_extend",
+    "use_backend",
+]
 
 _HAS_TRITON = find_spec("triton") is not None  # absent from some platforms
 _default_backend: Backend | None = None

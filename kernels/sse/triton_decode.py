@@ -1,5 +1,4 @@
-"""One token a sequence on the chunk grid, GLA, in Triton: two launches a layer, nothing read back, fit for a CUDA graph (there
-three, the folds beside the layers that follow).
+"""One token a sequence on the chunk grid, GLA, in Triton: two launches a layer, nothing read back, fit for a CUDA graph.
 
 Who calls: `TritonChunkState.step` (through `sse_extend`), B tokens of B sequences, which it finds by their slots. Per row (token,
 touched partition) and head a token's output is the last row of its unfinished chunk,
@@ -8,7 +7,8 @@ touched partition) and head a token's output is the last row of its unfinished c
 
 S the state at the chunk's start. The first launch (one warp a row, head and block of V) reads S and the pending rows, leaves
 the row's output and appends the token. The second sums a token's rows, counts, and folds the chunks that have become full: its
-programs find them by looking at the counts.
+programs find them by looking at the counts. Nothing later in a step of the model needs a fold, so the layers of one pool leave
+theirs to a launch at its end (`folds_together`): a fold is a chain of loads, and few of them leave most of the device idle.
 
 What a slot holds. *States* as two planes of 16 bits, [slots, 1+N, H, K, V] each: `high` is the state in bf16, ties rounded away
 from zero, which the first launch reads (the trainer's product takes bf16 too), `low` the difference as an integer: both together
@@ -33,7 +33,8 @@ does, or prefill and the trainer have to compute row by row what decoding does: 
 
 A chunk whose total decay falls below -MIDDLE_SPLIT_LIMIT reads k and g, newest first, until nothing is left to weigh.
 Names: see `triton_gla`; LOW: states are read in fp32, as fp32 inputs need them; BT: pending rows a tile; XR, YR: routes that
-q2, k2, g2, and v2 have; length: a row's count after its token, -1 without a sequence (slot < 0).
+q2, k2, g2, and v2 have; marks: a row's stream, (slot, partition) flat, times 2^32, plus its count after its token; -1 without a
+sequence (slot < 0).
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def faded_key(k, write, sum_g):
 @triton.jit(do_not_specialize=["heads", "read_gate", "write_gate"])
 def gla_decode_kernel(
     slots, index, weight, q1, k1, g1, q2, k2, g2, v1, v2, high, low, keys, decays, values, faded, factors, total, count,
-    length, part, heads, read_gate, write_gate, scale,
+    marks, part, heads, read_gate, write_gate, scale,
     SHARED: tl.constexpr, R: tl.constexpr, XR: tl.constexpr, YR: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
     WK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
@@ -152,7 +153,7 @@ def gla_decode_kernel(
     out = part + (row.to(tl.int64) * heads + head) * V + v
     if stream < 0:
         tl.store(out, tl.zeros([BV], dtype=tl.float32), mask=v < V)
-        tl.store(length + row, -1)
+        tl.store(marks + row, -1)
         return
     routes: tl.constexpr = R + 1 if SHARED else R
     token, route = (row // routes).to(tl.int64), row % routes
@@ -203,7 +204,7 @@ def gla_decode_kernel(
         append_key(keys, decays, faded, matrix, n, k, g, write, sum_g, C, K, WK)
         tl.store(after + c, sum_g, mask=c < K)
         tl.store(factors + stream * C + n, write)
-        tl.store(length + row, counted + 1)
+        tl.store(marks + row, (stream << 32) + counted + 1)
 
 
 @triton.jit
@@ -257,48 +258,49 @@ def fold(
     tl.store(low + where, lower, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads", "layers", "streams"])
 def gla_fold_kernel(
-    slots, index, length, part, out, count, high, low, keys, decays, values, faded, factors, total, tokens, heads,
-    SHARED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
+    marks, part, out, count, high, low, keys, decays, values, faded, factors, total, rows, heads, layers, streams,
+    ROUTES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GLOW: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     SUM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """SUM: out [tokens, H, V], the rows' outputs summed, shared first. FOLD: the counts; full chunks folded. Any grid of one
-    dimension.
+    """SUM: out [rows / ROUTES, H, V], a token's ROUTES outputs summed, shared first. FOLD, with marks [layers, rows] and pools
+    of `layers` times `streams` streams: the counts; full chunks folded. Any grid of one dimension.
 
     Items of a fold, (row, head, block), go around the programs, so that the heads of a row that is full are spread over them."""
-    routes: tl.constexpr = R + 1 if SHARED else R
     program, programs = tl.program_id(0), tl.num_programs(0)
-    width = heads * V if SUM else 0
-    for first in range(program * BLOCK, tokens * width, programs * BLOCK):
-        item = first + tl.arange(0, BLOCK)
-        mask = item < tokens * width
-        at = (item // width).to(tl.int64) * (routes * width) + item % width
-        summed = tl.zeros([BLOCK], dtype=tl.float32)
-        for r in tl.static_range(routes):
-            summed += tl.load(part + at + r * width, mask=mask, other=0.0)
-        tl.store(out + item, summed.to(out.dtype.element_ty), mask=mask)
-    rows = tokens * routes if FOLD else 0
-    for first in range(program * LANES, rows, programs * LANES):
-        row = first + tl.arange(0, LANES)
-        stream = stream_of(slots, index, row, row < rows, SHARED, R, N)
-        tl.store(count + stream, tl.load(length + row, mask=row < rows, other=0), mask=stream >= 0)
-    v_blocks: tl.constexpr = (V + BV - 1) // BV
-    blocks: tl.constexpr = (K + BK - 1) // BK * v_blocks
-    items, lane = rows * heads * blocks, tl.arange(0, LANES)
-    for first in range(program, items, programs * LANES):
-        item = first + lane * programs
-        found = tl.load(length + item // (heads * blocks), mask=item < items, other=-1)
-        full = (found > 0) & (found % C == 0)
-        next_lane = tl.min(tl.where(full, lane, LANES), 0)
-        while next_lane < LANES:
-            chosen = first + next_lane * programs
-            row, block = chosen // (heads * blocks), chosen % blocks
-            stream = stream_of(slots, index, row, row >= 0, SHARED, R, N)
-            fold(
-                stream, chosen // blocks % heads, heads, block // v_blocks * BK, block % v_blocks * BV,
-                high, low, keys, decays, values, faded, factors, total, K, V, C, HALF, GLOW, BC, BK, BV,
-            )  # fmt: skip
-            next_lane = tl.min(tl.where(full & (lane > next_lane), lane, LANES), 0)
+    if SUM:
+        width = heads * V
+        for first in range(program * BLOCK, rows // ROUTES * width, programs * BLOCK):
+            item = first + tl.arange(0, BLOCK)
+            mask = item < rows // ROUTES * width
+            at = (item // width).to(tl.int64) * (ROUTES * width) + item % width
+            summed = tl.zeros([BLOCK], dtype=tl.float32)
+            for r in tl.static_range(ROUTES):
+                summed += tl.load(part + at + r * width, mask=mask, other=0.0)
+            tl.store(out + item, summed.to(out.dtype.element_ty), mask=mask)
+    if FOLD:
+        all_rows, lane = layers * rows, tl.arange(0, LANES)
+        for first in range(program * LANES, all_rows, programs * LANES):
+            row = first + lane
+            mark = tl.load(marks + row, mask=row < all_rows, other=-1)
+            stream = (row // rows).to(tl.int64) * streams + (mark >> 32)
+            tl.store(count + stream, (mark & 0x7FFFFFFF).to(tl.int32), mask=mark >= 0)
+        v_blocks: tl.constexpr = (V + BV - 1) // BV
+        blocks: tl.constexpr = (K + BK - 1) // BK * v_blocks
+        items = all_rows.to(tl.int64) * heads * blocks
+        for first in range(program, items, programs * LANES):
+            item = first + lane.to(tl.int64) * programs
+            found = tl.load(marks + item // (heads * blocks), mask=item < items, other=-1) & 0x7FFFFFFF
+            full = (item < items) & (found != 0x7FFFFFFF) & (found % C == 0)
+            next_lane = tl.min(tl.where(full, lane, LANES), 0)
+            while next_lane < LANES:
+                chosen = first + next_lane.to(tl.int64) * programs
+                row, block = chosen // (heads * blocks), (chosen % blocks).to(tl.int32)
+                stream = row // rows * streams + (tl.load(marks + row) >> 32)
+                fold(
+                    stream, (chosen // blocks % heads).to(tl.int32), heads, block // v_blocks * BK, block % v_blocks * BV,
+                    high, low, keys, decays, values, faded, factors, total, K, V, C, HALF, GLOW, BC, BK, BV,
+                )  # fmt: skip
+                next_lane = tl.min(tl.where(full & (lane > next_lane), lane, LANES), 0)

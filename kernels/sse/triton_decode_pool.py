@@ -11,13 +11,13 @@ from torch import Tensor
 
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.decode import ChunkState, Transition
+from posttrain.kernels.sse.folds import waiting_folds
 from posttrain.kernels.sse.triton_decode import gla_decode_kernel, gla_fold_kernel
 from posttrain.kernels.sse.triton_gla_launch import Sizes, constants_of
 from posttrain.kernels.sse.triton_limits import MAX_CHUNK, MAX_WIDTH
 from posttrain.kernels.sse.triton_options import DecodeOptions, append_constants
 from posttrain.kernels.sse.triton_prefill import prefill
 from posttrain.kernels.triton_launch import Launch, aligned, cdiv, power_of_two
-from posttrain.kernels.work_aside import aside, goes_aside
 
 _DECODE, _FOLD = Launch(gla_decode_kernel), Launch(gla_fold_kernel)
 
@@ -39,6 +39,8 @@ class TritonChunkState(ChunkState):
         self.high, self.low, self.pending, self.total, self.count = high, low, pending, total, count
         self.transition = "gla"
         self.options = DecodeOptions()
+        # The pools of several layers that this one is a part of, and its number there.
+        self.pools: tuple[TritonChunkState, int] | None = None
 
     @classmethod
     def allocate(
@@ -80,6 +82,37 @@ class TritonChunkState(ChunkState):
         high, low = (zeros(*pool, key_dim, value_dim, as_type=torch.int16) for _ in range(2))
         total = zeros(*pool, 2, key_dim, as_type=torch.float32)
         return cls(high, low, pending, total, zeros(*pool[:2], as_type=torch.int32))
+
+    @classmethod
+    def allocate_layers(
+        cls,
+        layers: int,
+        num_slots: int,
+        num_partitions: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        chunk_size: int,
+        *,
+        transition: Transition = "gla",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        decay_dtype: torch.dtype = torch.float32,
+    ) -> list[ChunkState]:
+        """`allocate` for several layers, in pools that they share: `folds_together`."""
+        pools = cls.allocate(
+            layers * num_slots, num_partitions, heads, key_dim, value_dim, chunk_size,
+            transition=transition, device=device, dtype=dtype, decay_dtype=decay_dtype,
+        )  # fmt: skip
+        found: list[ChunkState] = []
+        for layer in range(layers):
+            own = slice(layer * num_slots, (layer + 1) * num_slots)
+            state = cls(
+                pools.high[own], pools.low[own], {n: a[own] for n, a in pools.pending.items()}, pools.total[own], pools.count[own]
+            )
+            state.pools = pools, layer
+            found.append(state)
+        return found
 
     @property
     def boundary(self) -> Tensor:
@@ -134,13 +167,25 @@ class TritonChunkState(ChunkState):
         s = Sizes.choose(x.q2, x.k2, x.g2, x.v, x.chunk_size)
         rows = x.index.shape[0] * (x.index.shape[1] + (x.q1 is not None))
         part = torch.empty(rows, x.v.shape[1], s.V, dtype=torch.float32, device=x.v.device)
-        length = torch.empty(rows, dtype=torch.int32, device=x.v.device)
-        where = (aligned(slots), aligned(x.index))
-        self._append(x, s, where, length, part)
-        return self._sum_and_fold(x, s, where, length, part)
+        out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        waiting = waiting_folds()
+        if waiting is None:
+            marks = torch.empty(rows, dtype=torch.int64, device=x.v.device)
+        else:
+            pools, layer = self.pools or (self, 0)
+            layers = pools.num_slots // self.num_slots
 
-    def _append(self, x: Inputs, s: Sizes, where: tuple[Tensor, Tensor], length: Tensor, part: Tensor) -> None:
-        """First launch: outputs of the rows into `part`, their counts with the new token into `length`, the token appended."""
+            def launch(marks: Tensor) -> None:
+                _fold(pools, s, marks, None, None, layers=layers, fold=True)
+
+            marks = waiting.marks_of(pools, layer, (layers, rows), x.v.device, s, launch)
+        self._append(x, s, (aligned(slots), aligned(x.index)), marks, part)
+        _fold(self, s, marks, part, out, fold=waiting is None)
+        return out
+
+    def _append(self, x: Inputs, s: Sizes, where: tuple[Tensor, Tensor], marks: Tensor, part: Tensor) -> None:
+        """First launch: outputs of the rows into `part`, what `gla_fold_kernel` needs of them into `marks`, the token
+        appended."""
         routes = max(a.shape[1] for a in (x.q2, x.k2, x.g2))
         routed = tuple(aligned(a.expand(-1, routes, -1, -1)) for a in (x.q2, x.k2, x.g2))
         shared = routed if x.q1 is None or x.k1 is None or x.g1 is None else tuple(aligned(a) for a in (x.q1, x.k1, x.g1))
@@ -151,36 +196,34 @@ class TritonChunkState(ChunkState):
         )  # fmt: skip
         tensors = (
             *where, aligned(x.weight.float()), *shared, *routed, aligned(x.v), aligned(x.v2), self.high, self.low,
-            *(self.pending[n] for n in ("k", "g", "v", "ks", "factor")), self.total, self.count, length, part,
+            *(self.pending[n] for n in ("k", "g", "v", "ks", "factor")), self.total, self.count, marks, part,
         )  # fmt: skip
         heads = x.v.shape[1]
         numbers = (heads, int(x.gate in ("both", "read")), int(x.gate in ("both", "write")), x.scale)
-        _DECODE((length.shape[0] * heads, cdiv(s.V, options["BV"])), tensors, numbers, constants)
+        _DECODE((marks.shape[0] * heads, cdiv(s.V, options["BV"])), tensors, numbers, constants)
 
-    def _sum_and_fold(self, x: Inputs, s: Sizes, where: tuple[Tensor, Tensor], length: Tensor, part: Tensor) -> Tensor:
-        """Second launch -> o; two launches where the folds may go aside."""
-        (tokens, routes), heads = x.index.shape, x.v.shape[1]
-        out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-        scan = constants_of("scan", s)
-        # Two to four programs share a multiprocessor: a fold waits for memory most of the time.
-        blocks = self.options.fold or (scan["BK"], scan["BV"], scan["num_warps"], 128 if s.HALF else None)
-        constants = dict(
-            SHARED=x.q1 is not None, R=routes, N=x.num_partitions, K=s.K, V=s.V, C=s.C, HALF=s.HALF, GLOW=s.GLOW, BC=s.BC,
-            BLOCK=1024, LANES=128, SUM=True, FOLD=True,
-            **dict(zip(("BK", "BV", "num_warps", "maxnreg"), blocks, strict=True)),
-        )  # fmt: skip
-        tensors = (
-            *where, length, part, out, self.count, self.high, self.low,
-            *(self.pending[n] for n in ("k", "g", "v", "ks", "factor")), self.total,
-        )  # fmt: skip
-        grid = (min(self.options.programs, length.shape[0] * heads),)
-        if not goes_aside():
-            _FOLD(grid, tensors, (tokens, heads), constants)
-            return out
-        _FOLD(grid, tensors, (tokens, heads), constants | {"FOLD": False})
-        with aside(*where, length, part, out):
-            _FOLD(grid, tensors, (tokens, heads), constants | {"SUM": False})
-        return out
+
+def _fold(
+    pools: TritonChunkState, s: Sizes, marks: Tensor, part: Tensor | None, out: Tensor | None, *, layers: int = 1, fold: bool
+) -> None:
+    """Second launch: with `part`, its rows' sums into `out`; with `fold`, counts and folds of the layers of `pools`, whose marks
+    are [layers, rows]."""
+    heads, options = pools.high.shape[2], pools.options
+    rows, streams = marks.numel() // layers, pools.count.numel() // layers
+    scan = constants_of("scan", s)
+    # Two to four programs share a multiprocessor: a fold waits for memory most of the time.
+    blocks = options.fold or (scan["BK"], scan["BV"], scan["num_warps"], 128 if s.HALF else None)
+    constants = dict(
+        ROUTES=1 if part is None or out is None else part.shape[0] // out.shape[0],
+        K=s.K, V=s.V, C=s.C, HALF=s.HALF, GLOW=s.GLOW, BC=s.BC,
+        BLOCK=1024, LANES=128, SUM=part is not None, FOLD=fold,
+        **dict(zip(("BK", "BV", "num_warps", "maxnreg"), blocks, strict=True)),
+    )  # fmt: skip
+    tensors = (
+        marks, marks if part is None else part, marks if out is None else out, pools.count, pools.high, pools.low,
+        *(pools.pending[n] for n in ("k", "g", "v", "ks", "factor")), pools.total,
+    )  # fmt: skip
+    _FOLD((min(options.programs, marks.numel() * heads),), tensors, (rows, heads, layers, streams), constants)
 
 
 def serves(dtype: torch.dtype, key_dim: int, value_dim: int, chunk_size: int) -> bool:

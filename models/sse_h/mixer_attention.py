@@ -78,6 +78,14 @@ def _rows_of(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
     return upload([row for r in ranges for row in r], torch.int64, device)
 
 
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm`. A batch of one is a matrix product like any other, whose sums several threads of a CPU may share out, so it is
+    made two."""
+    if a.shape[0] > 1 or a.device.type != "cpu":
+        return torch.bmm(a, b)
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+
+
 class AttentionMixer(nn.Module):
     """x [T, hidden] -> [T, hidden], causal within each packed sequence."""
 
@@ -308,9 +316,9 @@ class AttentionMixer(nn.Module):
         scaled = (q * dim**-0.5).view(count * self.kv_heads, group, dim)
         outs = []
         for first in range(0, group, 2):
-            scores = torch.bmm(scaled[:, first : first + 2], flat_keys).float()
+            scores = _products(scaled[:, first : first + 2], flat_keys).float()
             scores = scores.view(count, self.kv_heads, -1, longest).masked_fill(mask[:, None, None], float("-inf"))
             weights = torch.softmax(scores, dim=-1).to(q.dtype).flatten(0, 1)
-            outs.append(torch.bmm(weights, flat_values))
+            outs.append(_products(weights, flat_values))
         o = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return o.view(count, self.heads, dim)

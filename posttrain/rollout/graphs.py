@@ -1,8 +1,6 @@
 """Decode steps as CUDA graphs, forward and sampling together, captured when first needed: one for each of a few batch sizes and
 each kind of sampling that occurs.
 
-Folds of full chunks, which nothing later in the step waits for, are a branch of the graph beside the layers that follow.
-
 A graph replays kernels with the addresses that they were captured with: the slots are copied into a fixed tensor when the rows
 change, rows beyond the batch are padding (slot -1), what was drawn comes out in one table that all graphs write. Weights are read
 where they lay at the capture, so updates in place are seen; where a parameter has moved since, the graphs are dropped.
@@ -17,7 +15,6 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from posttrain.kernels.work_aside import work_aside
 from posttrain.rollout.sampling import Kind
 
 # slots [B] -> what was drawn [B, columns]
@@ -92,8 +89,7 @@ class DecodeGraphs:
         current, aside = torch.cuda.current_stream(self._device), _stream_aside(self._device)
         aside.wait_stream(current)
         # Compiles kernels and makes workspaces; padding leaves no trace.
-        folds = _stream_of_folds(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(aside), work_aside(folds):
+        with torch.cuda.device(self._device), torch.cuda.stream(aside):
             table = step(self._slots[:size], kind)
         current.wait_stream(aside)
         if self._table is None:
@@ -104,18 +100,11 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of a server or a learner may go on using the device.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            with work_aside(folds):
-                table = step(self._slots[:size], kind)
-            self._table[:size].copy_(table)
+            self._table[:size].copy_(step(self._slots[:size], kind))
         return graph
 
 
 @cache
 def _stream_aside(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps 32 MB of workspace for every stream that it has met."""
-    return torch.cuda.Stream(device)
-
-
-@cache
-def _stream_of_folds(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.kernels.backend import takes_triton
 from posttrain.kernels.paged_attention import MAX_WIDTH
-from posttrain.kernels.sse import ChunkState
+from posttrain.kernels.sse import ChunkState, folds_together
 from posttrain.models.cache import SlotCache
 from posttrain.models.exact import is_exact
 from posttrain.models.paged import OneToken, PagedKV, upload
@@ -113,7 +113,8 @@ class Runner:
         positions = entries.position.clone()
         live = torch.where(entries.live, slots, -1)
         where = OneToken(positions=positions, slots=live if self._skips_ended else slots)
-        out = self.model(input_ids=entries.token[None], past_key_values=self.cache, one_token=where)
+        with folds_together():
+            out = self.model(input_ids=entries.token[None], past_key_values=self.cache, one_token=where)
         if self.router is not None and out.router_indices is not None:
             self.router.write(out.router_indices, live, positions)
         draw = self._sample(out.logits[0], self.state.params(entries, kind), entries.drawn)

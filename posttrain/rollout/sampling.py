@@ -190,7 +190,7 @@ def _sample_block(logits: Tensor, params: SamplingParams, positions: Tensor) -> 
         heat = params.temperature[:cut, None]
         scaled = logits[:cut] / heat.masked_fill(heat == 0, 1.0)
         truncated = truncate(scaled, *(column[:cut, None] for column in (params.top_k, params.top_p, params.log_min_p)))
-    temperature = None if mode == "plain" else params.temperature
+    temperature = None if mode == "plain" else params.temperature if mode == "mixed" else logits.new_zeros(logits.shape[0])
     token, logprob, plain, broken = draw(logits, params.keys, positions, temperature=temperature, truncated=truncated)
     return Draw(token=token, logprob=logprob, plain_logprob=plain, broken=broken)
 

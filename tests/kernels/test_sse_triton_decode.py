@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.kernels.sse import decode, sse, sse_extend
+from posttrain.kernels.sse import decode, folds_together, sse, sse_extend
 from posttrain.kernels.sse.cases import Case, make_case
 
 pytest.importorskip("triton")
@@ -115,6 +115,51 @@ def one_by_one(case: Case, given, state, slots: list[int], out, begin: int = 0) 
         alive = [s for s, n in enumerate(case.lengths) if t < n]
         order = alive[t % len(alive) :] + alive[: t % len(alive)]
         feed(case, given, state, slots, dict.fromkeys(order, (t, t + 1)), out)
+
+
+@runs("n2k1", "two routes", "no shared", more=())
+def test_layers_fold_together_as_one_by_one(name, device, dtype):
+    """Three layers of one pool, of which the second sits out every other step, and the first steps twice now and then."""
+    case = case_of(name)
+    given = [draw(replace(case, seed=seed), device, dtype) for seed in range(3)]
+    alone = [allocate(case, device, dtype) for _ in range(3)]
+    sizes = (case.partitions, case.heads, case.key_dim, case.value_dim, case.chunk_size)
+    shared = TritonChunkState.allocate_layers(3, SLOTS, *sizes, device=device, dtype=dtype)
+    assert shared[1].high.data_ptr() - shared[0].high.data_ptr() == shared[0].high.nbytes
+    outputs = [[empty_output(g) for g in given] for _ in range(2)]
+    slots = [3, 0, 5]
+    for t in range(max(case.lengths)):
+        alive = {s: (t, t + 1) for s, n in enumerate(case.lengths) if t < n}
+        steps = [0, 2] if t % 2 else [0, 1, 2]
+        groups = [[0], [1, 2]] if t == 4 and len(alive) > 1 else [list(alive)]
+        for layer in steps:
+            for some in groups if layer == 0 else [list(alive)]:
+                spans = {s: alive[s] for s in some if s in alive}
+                feed(case, given[layer], alone[layer], slots, spans, outputs[0][layer])
+        before = shared[2].count.clone()
+        with folds_together():
+            for layer in steps:
+                for some in groups if layer == 0 else [list(alive)]:
+                    spans = {s: alive[s] for s in some if s in alive}
+                    feed(case, given[layer], shared[layer], slots, spans, outputs[1][layer])
+            assert torch.equal(shared[2].count, before)
+    assert (alone[0].count >= case.chunk_size).any()
+    for layer in range(3):
+        torch.testing.assert_close(outputs[0][layer], outputs[1][layer], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(alone[layer].count, shared[layer].count)
+        touched = alone[layer].count[slots] > 0
+        for n in ("high", "low"):
+            a, b = (getattr(group[layer], n)[slots] for group in (alone, shared))
+            assert torch.equal(a[touched], b[touched])
+
+
+def test_a_step_that_fails_leaves_the_states_as_they_were():
+    case, device = CASES["n2k1"], "cuda" if HAS_GPU else "cpu"
+    given, state = draw(case, device, torch.float32), allocate(case, device, torch.float32)
+    with pytest.raises(RuntimeError, match="in the middle"), folds_together():
+        feed(case, given, state, [0, 1, 2], {0: (0, 1)}, empty_output(given))
+        raise RuntimeError("in the middle")
+    assert not state.count.any()
 
 
 def empty_output(given) -> Tensor:
