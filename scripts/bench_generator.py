@@ -208,6 +208,7 @@ class Bench:
             "model": name, "mode": self.mode, "context": context, "mean_context": mean, "sequences": running,
             "decode_tokens_per_s": tokens / seconds, "step_ms": seconds / steps * 1e3, "floor_ms": floor * 1e3,
             "share_of_floor": floor / (seconds / steps), "floor_tokens_per_s": running / floor, "prefill_tokens_per_s": prefill,
+            "pieces": self.args.prefill_tokens,
             "retracted": generator.counts["retracted"],
             "state_bytes": generator.memory.slots * generator.memory.slot_bytes,
             "kv_bytes": (generator.memory.pages or 0) * generator.memory.page_bytes, "peak_bytes": peak,
@@ -231,6 +232,7 @@ class Bench:
             "model": name,
             "mode": self.mode,
             "prompt": length,
+            "pieces": self.args.prefill_tokens,
             "samples": n,
             "ms": sorted(times[1:])[1],
             "first_ms": times[0],
@@ -328,15 +330,16 @@ class Bench:
         if r["rows"]:
             lines += table(
                 ["model", "mode", "context", "sequences", "decode tokens/s", "ms a step", "/ default", "share of the byte floor",
-                 "floor, tokens/s", "prefill tokens/s", "GiB of state", "GiB of keys and values", "GiB at the peak"],
+                 "floor, tokens/s", "prefill tokens/s", "in pieces of", "GiB of state", "GiB of keys and values",
+                 "GiB at the peak"],
                 [_cells(row | {"ratio": self._over_default(row)}, (
                     "model", "mode", "context", "sequences", "decode_tokens_per_s", "step_ms", "ratio", "share_of_floor",
-                    "floor_tokens_per_s", "prefill_tokens_per_s", "state_bytes", "kv_bytes", "peak_bytes"))
+                    "floor_tokens_per_s", "prefill_tokens_per_s", "pieces", "state_bytes", "kv_bytes", "peak_bytes"))
                  for row in r["rows"]],
             )  # fmt: skip
         if r["first_token"]:
-            cells = [_cells(row, ("model", "mode", "prompt", "samples", "ms")) for row in r["first_token"]]
-            lines += table(["model", "mode", "prompt", "samples", "ms to all first tokens"], cells)
+            cells = [_cells(row, ("model", "mode", "prompt", "pieces", "samples", "ms")) for row in r["first_token"]]
+            lines += table(["model", "mode", "prompt", "in pieces of", "samples", "ms to all first tokens"], cells)
         if r["attention"]:
             names = ("context", "sequences", "us", "share_of_copy", "splits", "least", "stages", "warps")
             lines += ["Decode attention of one layer by itself:", ""]
