@@ -12,19 +12,20 @@ that is killed in the middle of a broadcast, and says how long the learner took 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
+import sys
 import threading
 import time
-from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.multiprocessing as mp
+from bench_tools import describe, environment, table, write_results
 
 from posttrain.grpo.split.transfer.receiver import CollectiveReceiver
 from posttrain.grpo.split.transfer.sender import CollectiveSender
@@ -45,9 +46,12 @@ def main() -> None:
     generator.start()
     result = learn(ours, arguments, generator)
     generator.kill()
-    table(result)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(result, indent=2) + "\n")
+    lines = table_of(result)
+    print("\n".join(lines))
+    if arguments.out:
+        record = {"environment": environment(torch.device("cpu" if arguments.cpu else "cuda")), **result}
+        text = ["# Weights from a learner to a generator", "", *describe(record["environment"]), *lines]
+        write_results(arguments.out, "weight_sync", record, text)
 
 
 def parse() -> argparse.Namespace:
@@ -60,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--kill", action="store_true", help="kill the generator in the middle of a last broadcast")
-    parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--out", type=Path, help="folder of weight_sync.md and weight_sync.json; without, they are not written")
     return parser.parse_args()
 
 
@@ -73,8 +77,8 @@ def model_of(arguments: argparse.Namespace, device: str) -> Any:
     if arguments.scale > 1:
         fields["num_attention_heads"] = max(1, fields["hidden_size"] // 64)
     fields.setdefault("vocab_size", 151936 // arguments.scale)
-    model: Any = new_model(fields, seed=0, dtype=arguments.dtype)
-    return model.to(device)
+    with torch.device(device):  # on the host a 2B model takes a minute
+        return new_model(fields, seed=0, dtype=arguments.dtype, device=device)
 
 
 def device_of(arguments: argparse.Namespace, number: int) -> str:
@@ -211,10 +215,6 @@ def synchronize(device: str) -> None:
 def summary(arguments: argparse.Namespace, rows: list[dict[str, float]], nbytes: int, parameters: int) -> dict[str, Any]:
     figures = {name: [statistics.median(row[name] for row in rows), max(row[name] for row in rows)] for name in rows[0]}
     return {
-        "device": "cpu" if arguments.cpu else torch.cuda.get_device_name(0),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
         "way": "gloo" if arguments.cpu else "CUDA IPC" if arguments.one_gpu else "NCCL",
         "model": arguments.size + (f" / {arguments.scale}" if arguments.scale > 1 else ""),
         "parameters": parameters,
@@ -227,12 +227,7 @@ def summary(arguments: argparse.Namespace, rows: list[dict[str, float]], nbytes:
     }
 
 
-def table(result: dict[str, Any]) -> None:
-    print(
-        f"{result['model']}, {result['parameters'] / 1e9:.2f} billion parameters in {result['dtype']} "
-        f"({result['bytes'] / 1e9:.2f} GB), {result['way']}, {result['device']}, torch {result['torch']}\n"
-    )
-    print("| | median | slowest |\n|---|---|---|")
+def table_of(result: dict[str, Any]) -> list[str]:
     names = {
         "publish_s": "learner: publish, whole",
         "handshake_s": "of it until the generator has answered",
@@ -241,12 +236,20 @@ def table(result: dict[str, Any]) -> None:
         "pause_s": "generator: swap (it stands still)",
         "gap_s": "longest step of the generator meanwhile",
     }
-    for key, text in names.items():
-        median, most = result["median_and_max"][key]
-        print(f"| {text} | {1e3 * median:.1f} ms | {1e3 * most:.1f} ms |")
-    print(f"\n{result['gb_per_s']:.1f} GB/s from the first bucket to the last checksum")
+    lines = [
+        f"{result['model']}, {result['parameters'] / 1e9:.2f} billion parameters in {result['dtype']} "
+        f"({result['bytes'] / 1e9:.2f} GB), {result['way']}, buckets of {result['bucket_mb']} MB, {result['versions']} versions.",
+        "",
+        *table(
+            ["", "median", "slowest"],
+            [(text, *(f"{1e3 * seconds:.1f} ms" for seconds in result["median_and_max"][key])) for key, text in names.items()],
+        ),
+        f"{result['gb_per_s']:.1f} GB/s from the first bucket to the last checksum.",
+    ]
     if "past_a_killed_generator_s" in result:
-        print(f"{result['past_a_killed_generator_s']:.1f} s to get past a generator that was killed in the middle of a broadcast")
+        seconds = result["past_a_killed_generator_s"]
+        lines.append(f"{seconds:.1f} s to get past a generator that was killed in the middle of a broadcast.")
+    return lines
 
 
 if __name__ == "__main__":
