@@ -7,13 +7,16 @@ rewards.score(prompts, completions, answer=golds).parts["brevity"]
 
 from __future__ import annotations
 
+import contextvars
 import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import math
+import queue
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -37,12 +40,18 @@ NAMED: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """One function of a set. `required`: where it gives None, the sample has no reward at all; otherwise None adds nothing."""
+    """One function of a set.
+
+    Attributes:
+        required: where it gives None, the sample has no reward at all; otherwise None adds nothing.
+        limit_s: longest time that a call may take, of a function that has no limits of its own.
+    """
 
     name: str
     function: Callable[..., Sequence[float | None]]
     weight: float = 1.0
     required: bool = False
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +88,10 @@ class RewardSet:
         """Totals and parts; unlike a call it keeps nothing, so that threads may share the set.
 
         Raises:
-            RewardError: a reward raised, or returned something that is not one number or None a completion.
+            RewardError: a reward raised, returned something that is not one number or None a completion, or did not return in
+                time.
         """
-        parts = {reward.name: _evaluate(reward, prompts, completions, columns) for reward in self.rewards}
+        parts = {reward.name: _evaluate_in_time(reward, prompts, completions, columns) for reward in self.rewards}
         return Scores(total=[self._total(parts, index) for index in range(len(completions))], parts=parts)
 
     def _total(self, parts: dict[str, list[float | None]], index: int) -> float | None:
@@ -107,6 +117,34 @@ class RewardSet:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _evaluate_in_time(
+    reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]
+) -> list[float | None]:
+    """`_evaluate`, on a thread that is left behind where it does not come back: nothing can end a call of Python from outside."""
+    if reward.limit_s is None:
+        return _evaluate(reward, prompts, completions, columns)
+    found: queue.SimpleQueue[list[float | None] | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(_evaluate(reward, prompts, completions, columns))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            found.put(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name=f"reward {reward.name}", daemon=True).start()
+    try:
+        values = found.get(timeout=reward.limit_s)
+    except queue.Empty:
+        raise RewardError(
+            f"reward {reward.name!r} has not returned for {reward.limit_s:.0f} s, given {len(completions)} completions; if it is "
+            "only slow, raise grpo.batch_timeout_s"
+        ) from None
+    if isinstance(values, BaseException):
+        raise values
+    return values
 
 
 def _evaluate(reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]) -> list[float | None]:
@@ -161,7 +199,7 @@ def _first_failing(reward: Reward, prompts, completions, columns, error: BaseExc
     return f"on a batch of {size} (on none of its samples alone)", error
 
 
-def build_rewards(config: Any) -> RewardSet:
+def build_rewards(config: Any, *, limit_s: float | None = None) -> RewardSet:
     """The reward set of a recipe's `reward` section, given as an object with attributes or a mapping.
 
     `functions`: entries of `name` (one of maths, format, overlong, repetition, language) or `path` ("package.module:function",
@@ -169,6 +207,9 @@ def build_rewards(config: Any) -> RewardSet:
     function, or passed to the class). With both given, `name` is what the breakdown calls it. `required` (bool) sets whether
     None leaves the sample out; by default for `maths` alone. `timeout_s`, `workers`, `memory_mb` and `answer` (fields of
     `AnswerPolicy`) set up the verifier pool.
+
+    Args:
+        limit_s: longest time that one call of a function of one's own may take; verifications have their own limit.
 
     Raises:
         RewardError: an entry that names nothing known, cannot be imported, or does not take its `args`.
@@ -194,6 +235,7 @@ def build_rewards(config: Any) -> RewardSet:
                 function=function,
                 weight=1.0 if weight is None else float(weight),
                 required=bool(getattr(function, "required", False)) if required is None else bool(required),
+                limit_s=limit_s if path else None,
             )
         )
     return RewardSet(rewards, pool)

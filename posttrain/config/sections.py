@@ -98,7 +98,10 @@ class RewardConfig(Section):
     """Wall-clock limit of one verification; its process is killed then, and the answer counts as wrong."""
 
     workers: Positive = 2
-    """Verifier processes."""
+    """Verifier processes; in split placement of each of the `actors`."""
+
+    actors: Positive = 1
+    """Processes of split placement that score groups, each with verifiers of its own, spread over the cluster's nodes."""
 
     memory_mb: Annotated[int, Field(ge=64)] = 2048
     """Memory that a verification may take beyond what its process needs to start."""

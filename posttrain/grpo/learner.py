@@ -21,7 +21,6 @@ Where this departs from plain TRL:
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,9 +37,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
-from posttrain.errors import PosttrainError
 from posttrain.grpo.adapters import lora_config, merged_state, train_adapters_alone
-from posttrain.grpo.checks import check_learner_arguments
+from posttrain.grpo.checks import check_learner_arguments, check_loss
 from posttrain.grpo.experience import collate
 from posttrain.grpo.forward import packed_logprobs
 from posttrain.grpo.measures import Measures, StepClock
@@ -288,11 +286,7 @@ class Learner(AtomicCheckpoints, Schedule, GRPOTrainer):
         elsewhere = sum(self._measures.clock[name] for name in NOT_UPDATE) - elsewhere
         self._step_clock.since = time.perf_counter()
         self._measures.clock.add("update", self._step_clock.since - before - elsewhere)
-        if not math.isfinite(value):
-            raise PosttrainError(
-                f"the loss is {value} in step {self.state.global_step + 1}: the optimiser would make every weight NaN. Look at "
-                "grad_norm and mismatch_k3 of the steps before; --resume goes on from the last checkpoint"
-            )
+        check_loss(value, self.state.global_step + 1, self.accelerator)
         return loss
 
     def compute_loss(

@@ -104,7 +104,7 @@ def build(recipe: Recipe, run: RunFolder, context: WorkerContext) -> Iterator[St
         make_exact(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     max_length = context_length(recipe, args, model, prompts)
     with explained_rewards():
-        rewards = build_rewards(recipe.reward)
+        rewards = build_rewards(recipe.reward, limit_s=recipe.grpo.batch_timeout_s)
     split: SplitSource | None = None
     try:
         scorer = Scorer(

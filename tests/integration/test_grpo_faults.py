@@ -19,7 +19,8 @@ import torch
 
 from posttrain.config import RayConfig, dump_recipe
 from posttrain.errors import PosttrainError, RunFolderError
-from posttrain.grpo.split.experience import SplitExperience, SplitSettings
+from posttrain.grpo.split.experience import SplitExperience
+from posttrain.grpo.split.pool import SplitSettings
 from posttrain.run_folder import RunFolder
 from posttrain.runtime.session import ray_session
 from posttrain.runtime.stages import run_stages

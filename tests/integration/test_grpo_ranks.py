@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.posttrain.grpo_ranks import on_ranks, one_step
+from tests.posttrain.grpo_ranks import errors_where_one_is_nan, on_ranks, one_step
 
 
 def same(given: torch.Tensor, expected: torch.Tensor) -> None:
@@ -32,3 +32,10 @@ def test_two_ranks_are_one_batch_whether_they_sample_themselves_or_are_dealt_to(
     for first, second in on_ranks(2, tmp_path, runs).values():
         assert torch.equal(first, second)
         same(first, whole)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_nan_on_one_rank_ends_all(tmp_path) -> None:
+    """None waits for the other in a collective that it will never enter."""
+    first, second = errors_where_one_is_nan(2, tmp_path)
+    assert first == second and first.startswith("the loss is nan in step 1 on learner 1 of 2:")

@@ -17,7 +17,9 @@ import torch
 
 from posttrain.config import RayConfig
 from posttrain.grpo.sampler import derived_seed
-from posttrain.grpo.split.experience import Collected, SplitError, SplitExperience, SplitSettings
+from posttrain.grpo.source import Collected
+from posttrain.grpo.split.experience import SplitExperience
+from posttrain.grpo.split.pool import SplitError, SplitSettings
 from posttrain.grpo.split.stage import SplitSource
 from posttrain.grpo.split.transfer.buckets import WeightError, WeightsGone
 from posttrain.grpo.split.weights import ObjectStoreReceiver, ObjectStoreSender, WeightBoard
@@ -56,7 +58,7 @@ def scripted(folder: Path) -> SplitExperience:
         folder=folder / "buffer",
         open_workbench=opener(folder),
         open_scorer=open_scripted_scorer,
-        settings=SplitSettings(generators=2, max_staleness=1, num_cpus=1, limit_s=60.0),
+        settings=SplitSettings(generators=2, rewards=2, max_staleness=1, num_cpus=1, limit_s=60.0),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.grpo.experience import build_requests
 from posttrain.grpo.learner import Learner
-from posttrain.grpo.split.experience import Collected
+from posttrain.grpo.source import Collected
 from posttrain.models.loading import new_model
 from tests.integration.test_grpo_learner import FIELDS, history, make
 

@@ -67,6 +67,13 @@ def reward_file(folder: Path) -> Path:
         "    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]\n"
         "def broken(prompts, completions, **columns):\n"
         "    raise RuntimeError('out of coffee')\n"
+        "def hangs_once(prompts, completions, **columns):\n"
+        "    import pathlib, time\n"
+        "    if 'SECOND' in globals() and not pathlib.Path(__file__).with_name('hung').exists():\n"
+        "        pathlib.Path(__file__).with_name('hung').touch()\n"
+        "        time.sleep(3600)\n"
+        "    globals()['SECOND'] = True\n"
+        "    return digits(prompts, completions)\n"
     )
     return path
 
@@ -118,6 +125,19 @@ def test_whole_stage(tmp_path: Path) -> None:
     assert max(line["mismatch_abs"] for line in metrics) < 1e-5
     rows = pq.read_table(folder.path / "rollouts" / "step-000003.parquet").to_pylist()
     assert len(rows) == 8 and {row["version"] for row in rows} == {2}
+
+
+def test_a_reward_that_hangs_ends_the_run_which_resumes(tmp_path: Path) -> None:
+    """In the second step: its name is said, the first step's checkpoint is there, and the run ends as if nothing had been."""
+    straight = run(recipe(tmp_path / "straight" / "run"))
+    reward = {"functions": [{"path": f"{reward_file(tmp_path / 'hung' / 'run')}:hangs_once"}], "workers": 1}
+    given = recipe(tmp_path / "hung" / "run", reward=reward, grpo={**GRPO, "batch_timeout_s": 2.0})
+    with pytest.raises(PosttrainError, match=r"'hangs_once' has not returned for 2 s, given 8 completions"):
+        run(given)
+    folder = run(given)
+    a, b = weights(straight), weights(folder)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert [line["step"] for line in folder.read_metrics("grpo")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])

@@ -47,7 +47,7 @@ def one_step(folder: str, *, micro: int, accumulation: int, split: bool = False,
     return seen.flat
 
 
-def _rank(rank: int, world: int, port: int, folder: str, runs: dict[str, dict[str, Any]]) -> None:
+def _enter(rank: int, world: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -56,16 +56,50 @@ def _rank(rank: int, world: int, port: int, folder: str, runs: dict[str, dict[st
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
+
+
+def _rank(rank: int, world: int, port: int, folder: str, runs: dict[str, dict[str, Any]]) -> None:
+    _enter(rank, world, port)
     gradients = {name: one_step(f"{folder}/{name}-{rank}", **given) for name, given in runs.items()}
     torch.save(gradients, f"{folder}/gradients-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def on_ranks(world: int, folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
-    """`one_step` with each of `runs` on `world` processes; the gradient of each rank."""
+def _rank_of_which_one_is_nan(rank: int, world: int, port: int, folder: str) -> None:
+    _enter(rank, world, port)
+    from posttrain.errors import PosttrainError
+    from posttrain.grpo.learner import Learner
+
+    original = Learner.compute_loss
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        loss = original(self, *given, **named)
+        return loss * float("nan") if rank == 1 else loss
+
+    Learner.compute_loss = compute_loss  # type: ignore[method-assign]
+    try:
+        one_step(f"{folder}/nan-{rank}", micro=2, accumulation=2)
+    except PosttrainError as error:
+        Path(folder, f"error-{rank}").write_text(str(error))
+    torch.distributed.destroy_process_group()
+
+
+def errors_where_one_is_nan(world: int, folder: Path) -> list[str]:
+    """What each of `world` processes says where the loss of the second is NaN."""
+    arguments = (world, _free_port(), str(folder))
+    mp.spawn(_rank_of_which_one_is_nan, args=arguments, nprocs=world)  # pyright: ignore[reportPrivateImportUsage]
+    return [Path(folder, f"error-{rank}").read_text() for rank in range(world)]
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(world, port, str(folder), runs), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]
+        return probe.getsockname()[1]
+
+
+def on_ranks(world: int, folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
+    """`one_step` with each of `runs` on `world` processes; the gradient of each rank."""
+    arguments = (world, _free_port(), str(folder), runs)
+    mp.spawn(_rank, args=arguments, nprocs=world)  # pyright: ignore[reportPrivateImportUsage]
     every = [torch.load(folder / f"gradients-{rank}.pt") for rank in range(world)]
     return {name: [gradients[name] for gradients in every] for name in runs}

@@ -74,7 +74,7 @@ def answer_is_prompt(prompts: list[str], completions: list[str], *, answer: list
     return [float(gold == prompt) for gold, prompt in zip(answer, prompts, strict=True)]
 
 
-def open_scripted_scorer() -> Scorer:
+def open_scripted_scorer(number: int) -> Scorer:
     return Scorer(
         RewardSet([Reward(name="same", function=answer_is_prompt)]), lambda ids: [" ".join(map(str, one)) for one in ids]
     )
@@ -99,5 +99,5 @@ def hang(prompts: list[str], completions: list[str], **_: Any) -> list[float | N
     return [None for _ in completions]
 
 
-def hanging_scorer() -> Scorer:
+def hanging_scorer(number: int) -> Scorer:
     return Scorer(RewardSet([Reward(name="hang", function=hang)]), lambda ids: [" ".join(map(str, one)) for one in ids])

@@ -91,6 +91,29 @@ def test_a_reward_that_exits_is_named(code):
         rewards(PROMPTS, COMPLETIONS)
 
 
+def test_a_reward_that_hangs_is_named_in_time(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import threading\n"
+        "def slow(prompts, completions, **columns):\n"
+        "    threading.Event().wait(3600)\n"
+        "def wrong(prompts, completions, **columns):\n"
+        "    raise KeyError('gone')\n"
+        "def right(prompts, completions, **columns):\n"
+        "    return [2.0] * len(completions)\n"
+    )
+
+    def built(name: str) -> RewardSet:
+        return build_rewards({"functions": [{"path": f"{tmp_path}/own.py:{name}"}]}, limit_s=0.2 if name == "slow" else 60.0)
+
+    with pytest.raises(RewardError, match=r"'slow' has not returned for 0 s, given 3 completions.*grpo\.batch_timeout_s"):
+        built("slow")(PROMPTS, COMPLETIONS)
+    with pytest.raises(RewardError, match=r"'wrong' raised KeyError.*sample 0 of 3"):
+        built("wrong")(PROMPTS, COMPLETIONS)
+    assert built("right")(PROMPTS, COMPLETIONS) == [2.0] * 3
+    with build_rewards({"workers": 1}, limit_s=0.2) as rewards:
+        assert rewards.rewards[0].limit_s is None, "verifications have limits of their own"
+
+
 def test_a_file_that_exits_while_it_is_loaded(tmp_path):
     (tmp_path / "own.py").write_text("import sys\nsys.exit(1)\n")
     with pytest.raises(RewardError, match=r"cannot load .*own\.py: SystemExit"):

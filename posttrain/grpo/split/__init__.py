@@ -3,7 +3,7 @@
                      slots (numbers of groups, in the run's data order)
       +---------------------------------------------------------------------------------+
       v                                                                                 |
-    GeneratorActor x E --completions--> RewardActor --scores--> GeneratorActor --put--> ExperienceBuffer (actor)
+    GeneratorActor x E --completions--> RewardActor x R --scores--> GeneratorActor --put--> ExperienceBuffer (actor)
       ^                                                                                 |  journal in RUN/grpo/buffer
       |        WeightBoard (actor)                                                      | lease(batch), ack(batch), commit
       +------- buckets, version n <------------- Learner (SplitExperience) <------------+
@@ -16,7 +16,8 @@ deal.py       a batch dealt to the ranks of a learner
 weights.py    WeightSender, WeightReceiver: a state dict through Ray's object store
 plan.py       slot -> prompt and request
 generator.py  GeneratorActor and RewardActor
-experience.py the learner's side: publishes, leases, acknowledges, replaces dead generators
+experience.py the learner's side: publishes, leases, acknowledges
+pool.py       watches generators, replaces dead ones
 stage.py      from a recipe to all that; the learner's callback
 
 Slot s is candidate s mod W of generation batch s div W, whatever machine makes it and whenever: P groups a batch, and W - P extra

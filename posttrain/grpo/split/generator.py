@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -70,15 +70,19 @@ class Workbench:
 class RewardActor:
     """Scores groups in a process that has nothing to do with any engine."""
 
-    def __init__(self, open_scorer: Callable[[], Scorer], folder: str) -> None:
-        """`folder`: the learner's working folder, from which a recipe's relative paths are meant."""
+    def __init__(self, open_scorer: Callable[[int], Scorer], folder: str, number: int) -> None:
+        """
+        Args:
+            open_scorer: called with the number of the actor.
+            folder: the learner's working folder, from which a recipe's relative paths are meant.
+        """
         enter(folder)
-        self._open = open_scorer
+        self._open, self._number = open_scorer, number
         self._scorer: Scorer | None = None
 
     def rate(self, row: dict[str, Any], completions: list[Completion]) -> Ratings:
         """Ratings of one group. The first call opens the rewards, so that their errors are its own."""
-        self._scorer = self._scorer or self._open()
+        self._scorer = self._scorer or self._open(self._number)
         return self._scorer.rate([row], [completions])
 
 
@@ -102,7 +106,7 @@ class GeneratorActor:
     Args:
         name: unique in the run; a generator that replaces a dead one has a new name.
         open_workbench: loads the model and makes the engine; called with the name.
-        buffer, rewards, board: handles of the actors.
+        buffer, rewards, board: handles of the actors; a slot's group goes to one of `rewards` by its number.
         limit_s: longest wait for an answer of any of them.
         folder: the learner's working folder.
     """
@@ -114,7 +118,7 @@ class GeneratorActor:
         plan: Plan,
         *,
         buffer: Any,
-        rewards: Any,
+        rewards: Sequence[Any],
         board: Any,
         limit_s: float,
         folder: str,
@@ -198,7 +202,7 @@ class GeneratorActor:
         making.done, making.kept = list(partial.done.values()), partial.kept
         snapshot = snapshot_of(partial, making.request)
         if snapshot is None:
-            self._rate(making)
+            self._rate(slot, making)
         else:
             self._slots[self._engine.restore(snapshot)] = slot
 
@@ -269,14 +273,15 @@ class GeneratorActor:
             if len(making.done) == making.request.n:
                 del self._slots[completion.request_id]
                 self._log.close(completion.request_id)
-                self._rate(making)
+                self._rate(slot, making)
         return True
 
-    def _rate(self, making: _Making) -> None:
+    def _rate(self, slot: int, making: _Making) -> None:
         making.done.sort(key=lambda completion: completion.sample)
         # Rewards read ids; the router's choices are most of the bytes.
         bare = [replace(completion, router_indices=None) for completion in making.done]
-        making.waits_for, making.since = self._rewards.rate.remote(making.row, bare), time.monotonic()
+        actor = self._rewards[slot % len(self._rewards)]
+        making.waits_for, making.since = actor.rate.remote(making.row, bare), time.monotonic()
 
     def _deliver(self) -> None:
         """Rated groups to the buffer; those that it has answered about are done with."""

@@ -14,10 +14,12 @@ from transformers import TrainerCallback
 
 from posttrain.config import RayConfig, Recipe, recipe_from_dict
 from posttrain.grpo.scoring import Scorer
+from posttrain.grpo.source import Collected
 from posttrain.grpo.split.deal import Dealer
-from posttrain.grpo.split.experience import Collected, SplitExperience, SplitSettings
+from posttrain.grpo.split.experience import SplitExperience
 from posttrain.grpo.split.generator import Workbench
 from posttrain.grpo.split.plan import Plan
+from posttrain.grpo.split.pool import SplitSettings
 from posttrain.grpo.split.transfer.buckets import gather, is_sharded, shapes_of
 from posttrain.grpo.split.weights import open_sender
 from posttrain.runtime.session import gpus_per_worker
@@ -80,15 +82,15 @@ class OpenWorkbench:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenScorer:
-    """Makes the rewards in the reward actor's process, which rates and leaves advantages to the learner."""
+    """Makes the rewards in a reward actor's process, which rates and leaves advantages to the learner."""
 
     checkpoint: str
     recipe: dict[str, Any]
     log_to: str
 
-    def __call__(self) -> Scorer:
+    def __call__(self, number: int) -> Scorer:
         recipe = recipe_from_dict(self.recipe)
-        setup(stage="grpo-rewards", run_path=self.log_to, seed=recipe.seed, redirect=True)
+        setup(stage="grpo-rewards", run_path=self.log_to, seed=recipe.seed, rank=number, redirect=True)
         from transformers import AutoTokenizer
 
         import posttrain.models.loading  # noqa: F401 - AutoTokenizer reads the model's configuration, of a family registered here
@@ -216,6 +218,7 @@ class SplitSource(TrainerCallback):
             open_sender=partial(open_sender, device=learner.accelerator.device, way=given.weights),
             settings=SplitSettings(
                 generators=given.generators,
+                rewards=recipe.reward.actors,
                 max_staleness=given.max_staleness,
                 ahead=given.extra_groups_ahead,
                 num_cpus=given.cpus_per_generator,
