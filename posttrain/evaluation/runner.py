@@ -30,6 +30,7 @@ from posttrain.evaluation.votes import vote_classes
 from posttrain.file_lock import hold
 from posttrain.inference import Backend, Prompt, SamplingOptions, open_backend, prompt_seed
 from posttrain.inference.opening import identity_of
+from posttrain.inference.server import ServerBackend
 from posttrain.rewards.pool import VerifierPool
 from posttrain.run_folder import write_text_atomically
 from posttrain.runtime.worker import StageStopped, WorkerContext
@@ -183,7 +184,7 @@ class LazyBackend:
                 num_gpus=gpus_per_worker(recipe.ray) if several else 0,
             )
             self._stack.enter_context(closing(self._open))
-            if hasattr(self._open, "idle"):  # a server may be silent for long; engines of ours are not
+            if isinstance(self._open, ServerBackend):  # it may be silent for long; engines of ours are not
                 self._open.idle = self._idle
         return self._open
 

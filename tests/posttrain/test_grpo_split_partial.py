@@ -181,7 +181,7 @@ def actor(name: str, served: ExperienceBuffer, model: Any, **options: Any) -> Tu
             return rewards.rate([row], [completions])
 
     made = Turns(
-        name, lambda _: None, plan(), buffer=Here(served), rewards=Here(Rewards()), board=None, limit_s=9.0, folder="."  # pyright: ignore
+        name, lambda _: None, plan(), buffer=Here(served), rewards=[Here(Rewards())], board=None, limit_s=9.0, folder="."  # pyright: ignore
     )  # fmt: skip
     return made.begin(make_generator(model, return_router_indices=True, **options))
 
