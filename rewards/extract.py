@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 from posttrain.rewards.boxes import BOX, last_box
@@ -170,8 +171,10 @@ def gold_text(gold: object) -> str | None:
     NaN, by which tables say that a number is missing."""
     if gold is None or isinstance(gold, bool) or gold != gold:
         return None
-    if isinstance(gold, (int, float)):
-        return repr(gold) if isinstance(gold, float) else str(gold)
+    if isinstance(gold, float):
+        return repr(gold)
+    if isinstance(gold, int):
+        return format(Decimal(gold), "f")  # str refuses more than 4,300 digits
     if not isinstance(gold, str):
         return None
     found, content = last_box(gold)

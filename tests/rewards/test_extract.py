@@ -210,3 +210,8 @@ def test_completion_text():
 )
 def test_gold_text(gold, text):
     assert gold_text(gold) == text
+
+
+def test_a_gold_integer_of_any_size():
+    """Python's str refuses integers of more than 4,300 digits."""
+    assert gold_text(-(10**5000)) == "-1" + "0" * 5000
