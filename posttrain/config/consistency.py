@@ -21,10 +21,10 @@ ORDER = ("distill", "sft", "grpo", "eval", "report")
 
 def problems(recipe: Recipe) -> list[str]:
     """Return what is wrong, one sentence each, `section.key: ...` first."""
-    found = _model(recipe)
+    found = _model(recipe) or _stages(recipe)
     if found:
         return found
-    found = _stages(recipe) + _decontaminate(recipe)
+    found = _decontaminate(recipe)
     if "distill" in recipe.stages:
         found += _distill(recipe) + _rewards(recipe)
     if "sft" in recipe.stages:
@@ -72,6 +72,12 @@ def _stages(recipe: Recipe) -> list[str]:
     ordered = [stage for stage in ORDER if stage in recipe.stages]
     if recipe.stages != ordered:
         return [f"stages: got {', '.join(recipe.stages)}; each stage once, in the order {', '.join(ordered)}"]
+    data = recipe.data
+    if "stages" not in recipe.model_fields_set and data.train is None and data.prompts is None:
+        return [
+            f"stages: without it a recipe runs {', '.join(recipe.stages)}, and this one has no data to train on; list what it is to "
+            "run, for instance `stages: [eval, report]`"
+        ]
     return []
 
 

@@ -397,3 +397,10 @@ def test_every_field_has_a_docstring(root: Path) -> None:
                     if isinstance(field, ast.AnnAssign) and not documented:
                         missing.append(f"{path.name}: {node.name}.{ast.unparse(field.target)}")
     assert missing == []
+
+
+def test_a_recipe_that_only_evaluates_is_told_to_list_its_stages(write) -> None:
+    text = BASE.replace("  train: {kind: arithmetic}\n", "")
+    said = message(write, text=text)
+    assert "this one has no data to train on" in said and "`stages: [eval, report]`" in said and "data.train" not in said
+    assert load(write, "stages=[eval]", text=text).stages == ["eval"]
