@@ -75,8 +75,8 @@ def _stages(recipe: Recipe) -> list[str]:
     data = recipe.data
     if "stages" not in recipe.model_fields_set and data.train is None and data.prompts is None:
         return [
-            f"stages: without it a recipe runs {', '.join(recipe.stages)}, and this one has no data to train on; list what it is to "
-            "run, for instance `stages: [eval, report]`"
+            f"stages: without it a recipe runs {', '.join(recipe.stages)}, and this one has no data to train on; list what it "
+            "is to run, for instance `stages: [eval, report]`"
         ]
     return []
 
