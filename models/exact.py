@@ -20,9 +20,9 @@ from torch import nn
 
 from posttrain.kernels.batch_invariant import unsupported
 from posttrain.models.linear import Linear
+from posttrain.models.sse_h.causal_lm import SSEHForCausalLM
 from posttrain.models.sse_h.mixer_attention import AttentionMixer
 from posttrain.models.sse_h.mixer_sse import SSEMixerBase
-from posttrain.models.sse_h.modeling import SSEHForCausalLM
 
 # What the kernels of strict attention and of the SSE layers take (`posttrain.kernels`: paged_attention.exact, sse.triton_limits).
 MAX_WIDTH, MAX_CHUNK = 128, 128

@@ -32,7 +32,7 @@ from posttrain.models.loading import new_model
 from posttrain.models.paged import PAGE
 from posttrain.models.sizes import DEFAULTS, PAPER_SIZES, resolve
 from posttrain.models.sse_h import SSEHForCausalLM
-from posttrain.models.sse_h.modeling import scores_labels
+from posttrain.models.sse_h.causal_lm import scores_labels
 from posttrain.rollout import Generator
 from posttrain.types import Completion, Request
 

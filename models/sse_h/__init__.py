@@ -2,8 +2,9 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from posttrain.models.sse_h.causal_lm import SSEHCausalLMOutput, SSEHForCausalLM
 from posttrain.models.sse_h.configuration import SSEHConfig
-from posttrain.models.sse_h.modeling import SSEHCausalLMOutput, SSEHForCausalLM, SSEHModel, SSEHModelOutput
+from posttrain.models.sse_h.modeling import SSEHModel, SSEHModelOutput
 
 AutoConfig.register("sse_h", SSEHConfig, exist_ok=True)
 AutoModel.register(SSEHConfig, SSEHModel, exist_ok=True)

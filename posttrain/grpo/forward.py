@@ -11,7 +11,7 @@ import torch
 
 from posttrain.balance import last_balance_loss
 from posttrain.grpo.packing import pack_inputs, pack_router_indices, plan_packs, put_back
-from posttrain.models.sse_h.modeling import scores_labels
+from posttrain.models.sse_h.causal_lm import scores_labels
 
 
 @dataclass(frozen=True, kw_only=True)
