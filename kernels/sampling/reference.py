@@ -78,7 +78,8 @@ class Masses:
         masses = fixed_point(x - top[..., None])
         highest = largest.amax(1)
         highest = torch.where(_finite(highest), highest, 0.0)
-        scale = elementwise(torch.exp, top.double() - highest.double()[:, None])
+        # At most 1, also of a block without mass, whose top says nothing.
+        scale = elementwise(torch.exp, (top.double() - highest.double()[:, None]).clamp_(max=0.0))
         return cls(masses, top, (masses.sum(2).double() * scale).to(torch.int64), highest)
 
     def token(self, number: Tensor) -> Tensor:

@@ -109,7 +109,8 @@ def _scaled_masses(TOP, MASS, row, blocks, BLOCKS: tl.constexpr):
     mass = tl.load(MASS + row * blocks + block, mask=mask, other=0)
     top = tl.load(TOP + row * blocks + block, mask=mask, other=0.0)
     highest = _finite_or(tl.max(tl.where(mass > 0, top, -float("inf")), 0), 0.0)
-    scale = _exp(top.to(tl.float64) - highest.to(tl.float64))
+    # At most 1, also of a block without mass, whose top says nothing.
+    scale = _exp(tl.minimum(top.to(tl.float64) - highest.to(tl.float64), 0.0))
     return top, mass, (mass.to(tl.float64) * scale).to(tl.int64), highest
 
 

@@ -67,6 +67,26 @@ def test_blocks_of_a_large_vocabulary_are_one_distribution(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_blocks_without_mass_beside_very_negative_logits(backend):
+    """Three blocks, with room for a fourth. Largest logits of -20, at a temperature of 0.01 beyond what exp can undo."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    logits, keys, counters = make(6, 5003, 1.0)
+    logits = (logits - logits.amax(1, keepdim=True)) * 1e-3 - 20
+    temperature = torch.full((6,), 0.01, device=DEVICE)
+    truncated = logits[:4] / 0.01
+    truncated[:2, 1000:], truncated[2:, :4096] = -math.inf, -math.inf
+    tokens, found, _, broken = draw(logits, keys, counters, temperature=temperature, truncated=truncated, backend=backend)
+    scaled = logits / 0.01
+    scaled[:4] = truncated
+    cumulative = torch.softmax(scaled.double(), -1).cumsum(1)
+    wanted = torch.searchsorted(cumulative, uniform(keys, counters)[:, None] * cumulative[:, -1:])[:, 0]
+    assert torch.equal(tokens, wanted) and not broken.any()
+    exact = torch.log_softmax(scaled.double(), -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_temperature_truncation_and_greedy_rows(backend):
     if backend == "triton":
         pytest.importorskip("triton")
