@@ -99,10 +99,11 @@ def fill_group(
     """Gives a new group the samples of a snapshot; `recompute`: without their states.
 
     Raises:
-        ValueError: a sample has run past what this generator's context allows or holds a token that this model lacks, its cache
-            has another layout, or it lacks the router choices that it must return.
+        ValueError: samples that the request does not have, or none; a sample has run past what this generator's context allows or
+            holds a token that this model lacks, its cache has another layout, or it lacks the router choices that it must return.
     """
     request_id = group.request.id
+    _check_samples(group.request, snapshot)
     group.pending.clear()
     group.pending.extend(snapshot["pending"])
     for saved in snapshot["sequences"]:
@@ -122,8 +123,25 @@ def fill_group(
             getattr(sequence, name).extend(saved[name])
         if saved["cache"] is not None and not recompute:
             _check_cache(request_id, saved, snapshot["layout"], layout, needs_router)
-            sequence.cached = {"cache": saved["cache"], "router_indices": saved["router_indices"]}
+            sequence.cached = {"cache": saved["cache"], "router_indices": saved["router_indices"] if needs_router else None}
         group.started[sequence.sample] = sequence
+
+
+def _check_samples(request: Request, snapshot: dict[str, Any]) -> None:
+    """A request of which nothing is left would never end, and neither would one that has a sample twice."""
+    samples = [*snapshot["pending"], *(saved["sample"] for saved in snapshot["sequences"])]
+    if not samples or len(set(samples)) < len(samples) or not all(0 <= sample < request.n for sample in samples):
+        raise ValueError(
+            f"request {request.id}: the snapshot names samples {samples}, but they must be at least one, distinct, and in "
+            f"[0, {request.n})"
+        )
+    for saved in snapshot["sequences"]:
+        lengths = {name: len(saved[name]) for name in _LISTS}
+        if len(set(lengths.values())) > 1 or 0 in lengths.values():
+            raise ValueError(
+                f"request {request.id}: sample {saved['sample']} has lists of lengths {lengths}, but each must have one entry a "
+                "token, and at least one; name samples without a token under `pending`"
+            )
 
 
 def _check_cache(

@@ -12,6 +12,7 @@ import torch
 from posttrain.errors import PosttrainError
 from posttrain.models.loading import load_model
 from posttrain.rollout import load_snapshot, save_snapshot
+from posttrain.rollout.snapshot import pending_snapshot
 from posttrain.types import Request
 from tests.posttrain.rollout_models import MODELS, by_sample, make_generator, make_model, make_requests, plain_logprobs, run_out
 
@@ -268,6 +269,38 @@ def test_snapshots_that_do_not_fit_are_refused(hybrid):
     for recompute in (False, True):
         with pytest.raises(ValueError, match="sample 0 holds token id 48, which is outside the vocabulary, 0 to 47"):
             make_generator(hybrid).restore(saved, recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("pending", "begun", "message"),
+    [
+        ([], [], r"names samples \[\], but they must be at least one"),
+        ([0, 0], [], "distinct"),
+        ([2], [], r"in \[0, 2\)"),
+        ([0], [{"sample": 0}], "distinct"),
+        ([1], [{"versions": [0]}], "'versions': 1.*one entry a token"),
+        ([1], [{name: [] for name in ("token_ids", "logprobs", "plain_logprobs", "versions")}], "under `pending`"),
+    ],
+)
+def test_snapshots_whose_samples_are_no_samples_are_refused(hybrid, pending, begun, message):
+    """One that names no sample would be unfinished for ever."""
+    request = Request(id="x", prompt_ids=[7] * 9, n=2, max_tokens=8)
+    columns = {"token_ids": [5, 6], "logprobs": [-1.0, -1.0], "plain_logprobs": [-1.0, -1.0], "versions": [0, 0]}
+    sequences = [{"sample": 0, "cache": None, "router_indices": None, **columns, **changed} for changed in begun]
+    target = make_generator(hybrid)
+    with pytest.raises(ValueError, match=message):
+        target.restore({**pending_snapshot(request, pending), "sequences": sequences})
+    assert not target.has_unfinished
+
+
+def test_router_indices_stay_with_generators_that_return_them(hybrid):
+    source = make_generator(hybrid, return_router_indices=True)
+    source.submit(Request(id="x", prompt_ids=[7] * 9, max_tokens=8))
+    source.step()
+    target = make_generator(hybrid)
+    target.restore(source.snapshot("x"))
+    target.abort("x")
+    assert [completion.router_indices for completion in target.step()] == [None]
 
 
 def test_an_interrupted_step_begins_again_and_loses_nothing(hybrid):
