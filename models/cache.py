@@ -173,7 +173,7 @@ class SlotCache(Cache):
                 shape.layer_types.count(kind), num_slots, config.num_partitions, config.num_attention_heads, shape.head_dim,
                 shape.head_dim, config.chunk_size, transition="gla" if kind == "sse" else "gdn", device=device, dtype=dtype,
             ))
-            for kind in SSE_LAYER_TYPES
+            for kind in SSE_LAYER_TYPES if kind in shape.layer_types
         }  # fmt: skip
         for kind in shape.layer_types:
             if kind in chunked:
