@@ -38,16 +38,22 @@ class WaitingFolds:
     ) -> Tensor:
         """int64 [rows], where a layer's step leaves its marks; `launch(marks)` of shape [layers, rows] will do the folds. A
         second step of the layer, or one of other sizes, comes after the folds of the first."""
-        key, sizes = id(pools), (sizes, shape)
-        entry = self._entries.get(key)
+        sizes = sizes, shape
+        entry = self._entries.get(id(pools))
         if entry is not None and (layer in entry.layers or entry.sizes != sizes):
-            entry.launch(self._entries.pop(key).marks)
+            self.launch(pools)
             entry = None
         if entry is None:
             marks = torch.full(shape, -1, dtype=torch.int64, device=device)
-            entry = self._entries[key] = _Entry(sizes, marks, launch)
+            entry = self._entries[id(pools)] = _Entry(sizes, marks, launch)
         entry.layers.add(layer)
         return entry.marks[layer]
+
+    def launch(self, pools: object) -> None:
+        """Those of one pool, before its states are read."""
+        entry = self._entries.pop(id(pools), None)
+        if entry is not None:
+            entry.launch(entry.marks)
 
     def launch_all(self) -> None:
         for entry in self._entries.values():
@@ -66,8 +72,8 @@ def waiting_folds() -> WaitingFolds | None:
 @contextmanager
 def folds_together() -> Iterator[None]:
     """Within the block one-token steps (`sse_extend`) leave counts and folds to its end, where layers that share pools
-    (`ChunkState.allocate_layers`) fold in one launch. Until then nobody else may look at their states; a block that an exception
-    ends leaves the states as they were before it."""
+    (`ChunkState.allocate_layers`) fold in one launch; a call that is no such step has their folds done before it. Until then
+    nobody else may look at their states; one-token steps of a block that an exception ends leave them as they were before."""
     waiting = WaitingFolds()
     mark = _waiting.set(waiting)
     try:

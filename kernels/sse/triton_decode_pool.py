@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from posttrain.kernels.backend import on_device_of
 from posttrain.kernels.sse.checks import Inputs
 from posttrain.kernels.sse.decode import ChunkState, Transition
 from posttrain.kernels.sse.folds import waiting_folds
@@ -115,6 +116,10 @@ class TritonChunkState(ChunkState):
         return found
 
     @property
+    def _pools_and_layer(self) -> tuple[TritonChunkState, int]:
+        return self.pools or (self, 0)
+
+    @property
     def boundary(self) -> Tensor:
         """fp32 [slots, 1+N, H, K, V], joined from the planes: a copy."""
         return join_planes(self.high, self.low)
@@ -159,6 +164,9 @@ class TritonChunkState(ChunkState):
             one_each = x.longest == 1 and tokens == slots.shape[0]
             if one_each and not strict:
                 return self.step(x, slots)
+            waiting = waiting_folds()
+            if waiting is not None:
+                waiting.launch(self._pools_and_layer[0])
             return prefill(x, self, slots, exact=exact, fresh=fresh)
 
     def step(self, x: Inputs, slots: Tensor) -> Tensor:
@@ -172,11 +180,12 @@ class TritonChunkState(ChunkState):
         if waiting is None:
             marks = torch.empty(rows, dtype=torch.int64, device=x.v.device)
         else:
-            pools, layer = self.pools or (self, 0)
+            pools, layer = self._pools_and_layer
             layers = pools.num_slots // self.num_slots
 
             def launch(marks: Tensor) -> None:
-                _fold(pools, s, marks, None, None, layers=layers, fold=True)
+                with on_device_of(marks):  # the block may end where another device is the current one
+                    _fold(pools, s, marks, None, None, layers=layers, fold=True)
 
             marks = waiting.marks_of(pools, layer, (layers, rows), x.v.device, s, launch)
         self._append(x, s, (aligned(slots), aligned(x.index)), marks, part)

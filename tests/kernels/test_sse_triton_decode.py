@@ -2,6 +2,7 @@
 
 Interpreted where there is no GPU; on one, the same tests and those that need it."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from posttrain.kernels.sse import triton_decode_pool
 from posttrain.kernels.sse.triton_decode import load_state, split
 from posttrain.kernels.sse.triton_decode_pool import TritonChunkState, join_planes
 from posttrain.kernels.sse.triton_plan import build_device_plan
@@ -160,6 +162,40 @@ def test_a_step_that_fails_leaves_the_states_as_they_were():
         feed(case, given, state, [0, 1, 2], {0: (0, 1)}, empty_output(given))
         raise RuntimeError("in the middle")
     assert not state.count.any()
+
+
+def test_a_longer_call_comes_after_the_folds_that_wait(monkeypatch):
+    """Within a block a token of each sequence fills chunks, then pieces go on from them; folds enter their pool's device."""
+    entered, folded = [], []
+
+    @contextmanager
+    def on_device_of(marks):
+        entered.append(marks.device)
+        yield
+        entered.pop()
+
+    def fold(*arguments, **options):
+        folded.append(list(entered))
+        run_fold(*arguments, **options)
+
+    case, device = CASES["n2k1"], "cuda" if HAS_GPU else "cpu"
+    given, slots = draw(case, device, torch.float32), [3, 0]
+    outputs, states = [empty_output(given) for _ in range(2)], [allocate(case, device, torch.float32) for _ in range(2)]
+    run_fold = triton_decode_pool._fold
+    for together, state, out in zip((False, True), states, outputs, strict=True):
+        feed(case, given, state, slots, {0: (0, 3), 1: (0, 3)}, out)
+        if together:
+            monkeypatch.setattr(triton_decode_pool, "_fold", fold)
+            monkeypatch.setattr(triton_decode_pool, "on_device_of", on_device_of)
+        with folds_together() if together else nullcontext():
+            feed(case, given, state, slots, {0: (3, 4), 1: (3, 4)}, out)
+            feed(case, given, state, slots, {0: (4, 9)}, out)
+            feed(case, given, state, slots, {1: (4, 5)}, out)
+    assert torch.equal(outputs[1][:14], outputs[0][:14]) and bool(outputs[0][:14].isfinite().all())
+    for slot in slots:
+        assert_same(live(states[1], slot), live(states[0], slot))
+    # A step's sums, its folds, and once more: only the folds are away from their layer.
+    assert [bool(devices) for devices in folded] == [False, True, False, True]
 
 
 def empty_output(given) -> Tensor:
