@@ -19,7 +19,7 @@ from posttrain.models.sse_h import SSEHConfig
 MEMORY_FRACTION = 0.5
 
 
-# What a row of logits takes while it is sampled, in bytes a logit at most: as the model gave it, in fp32, and where it is truncated
+# What a row of logits takes while it is sampled, in bytes a logit at most: as the model gave it, in fp32, and where it is cut off
 # under the temperature, sorted, and cut. What the sort needs besides is bounded by blocks of rows (posttrain.rollout.sampling).
 SAMPLING_BYTES = 2 + 4 * 4
 
