@@ -19,7 +19,7 @@ from posttrain.kernels.sse.triton_decode_pool import TritonChunkState
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")]
 
-LAYERS = ["sse", "full_attention"]
+LAYERS = ["sse", "full_attention", "sse"]  # two that share pools
 REQUESTS = [
     dict(prompt_ids=[5, 9, 2, 8, 7, 3, 4, 4, 6], n=2, max_tokens=7, seed=17, id="long"),
     dict(prompt_ids=[3, 2], n=1, max_tokens=5, seed=3, id="short"),
@@ -28,7 +28,7 @@ REQUESTS = [
 
 def make_generator(ends: Sequence[int] = (1,), **options: Any) -> Generator:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
     config = SSEHConfig(**sizes, layer_types=LAYERS, num_partitions=2, chunk_size=4)
     model = SSEHForCausalLM(config).eval()
     sizes = {"max_sequences": 3, "max_length": 40, "max_prefill_tokens": 7}
@@ -95,7 +95,8 @@ def test_steps_as_a_gpu_takes_them(monkeypatch, mixed):
 
 def copy(runner, slot: int) -> list[torch.Tensor]:
     entry = runner.state._integers[:, slot].clone()
-    return [entry, *(tensor[slot].clone() for tensor in runner.cache.states[0]._tensors().values())]
+    states = [state for state in runner.cache.states if isinstance(state, TritonChunkState)]
+    return [entry, *(tensor[slot].clone() for state in states for tensor in state._tensors().values())]
 
 
 def finish(generator: Generator) -> dict[tuple[str, int], Completion]:
