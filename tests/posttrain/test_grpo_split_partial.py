@@ -85,6 +85,24 @@ def test_a_sample_that_begins_again_replaces_its_tokens() -> None:
     assert log.note("r", [], partial.kept) == Note()
 
 
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_a_note_of_a_sample_that_began_again_starts_there(length: int) -> None:
+    """Shorter than, as long as, and longer than what the buffer has: never two samples joined."""
+    log, partial = TokenLog(), Partial()
+    log.open("r")
+    for index in range(3):
+        log.token(token(index, 10 + index))
+    partial.add(log.note("r", [], partial.kept))
+    for index in range(1, length):
+        log.token(token(index, 20 + index, version=1))
+    note = log.note("r", [], partial.kept)
+    assert note.pieces[0].start == 1
+    partial.add(note)
+    assert partial.begun[0]["token_ids"].tolist() == [10, *range(21, 20 + length)]
+    log.token(token(length, 30, version=1))
+    assert log.note("r", [], partial.kept).pieces[0].start == length, "once said, it is as new as any other"
+
+
 def test_a_snapshot_has_what_is_not_done() -> None:
     request = Request(id="r", prompt_ids=[5], n=3)
     partial = Partial()

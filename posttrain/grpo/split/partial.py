@@ -97,6 +97,8 @@ class TokenLog:
     def __init__(self) -> None:
         self.tokens = 0
         self._requests: dict[str, dict[int, dict[str, list[Any]]]] = {}
+        # Where a sample began again since the last note of it: what the buffer has from there on is another sample's.
+        self._again: dict[tuple[str, int], int] = {}
 
     def open(self, request_id: str, partial: Partial | None = None) -> None:
         """A request begins, with the tokens of `partial` in it."""
@@ -106,7 +108,8 @@ class TokenLog:
         }
 
     def close(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        for sample in self._requests.pop(request_id, {}):
+            self._again.pop((request_id, sample), None)
 
     def token(self, event: Any) -> None:
         """A `StreamedToken`. One with an index that was there before begins the sample again from it."""
@@ -115,18 +118,23 @@ class TokenLog:
         if request is None:
             return
         columns = request.setdefault(event.sample, {name: [] for name in COLUMNS})
+        if event.index < len(columns["token_ids"]):
+            key = event.request_id, event.sample
+            self._again[key] = min(event.index, self._again.get(key, event.index))
         for values in columns.values():
             del values[event.index :]
         for name, value in zip(COLUMNS, (event.token_id, event.logprob, event.plain_logprob, event.version), strict=True):
             columns[name].append(value)
 
     def note(self, request_id: str, done: Iterable[Completion], kept: Kept) -> Note:
-        """What is new of a request, of which `done` are all the finished samples and the buffer has `kept`."""
+        """What is new of a request, of which `done` are all the finished samples and the buffer has `kept`. Every note must reach
+        the buffer, in the order in which they were made."""
         done = list(done)
         finished = {completion.sample for completion in done}
         pieces = {}
         for sample, columns in self._requests.get(request_id, {}).items():
             start = kept.lengths.get(sample, 0)
+            start = min(start, self._again.pop((request_id, sample), start))
             if sample not in finished and len(columns["token_ids"]) > start:
                 pieces[sample] = Piece(
                     start=start, columns={name: np.asarray(columns[name][start:], dtype) for name, dtype in COLUMNS.items()}
