@@ -79,8 +79,7 @@ def test_a_sample_that_begins_again_replaces_its_tokens() -> None:
         log.token(token(index, index))
     partial.add(log.note("r", [], partial.kept))
     log.token(token(0, 7))
-    columns = {name: np.asarray([7], dtype) for name, dtype in COLUMNS.items()}
-    partial.add(Note(pieces={0: Piece(start=0, columns=columns)}))
+    partial.add(log.note("r", [], partial.kept))
     assert partial.begun[0]["token_ids"].tolist() == [7]
     assert log.note("r", [], partial.kept) == Note()
 
