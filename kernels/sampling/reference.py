@@ -115,6 +115,10 @@ def draw_reference(
     if temperature is None:
         token = plain.token(number).clamp_(0, last)  # only a broken row can fall outside
         logprob = plain_logprob = plain.logprob(at(logits, token))
+    elif logits.device.type == "cpu" and not temperature.any():
+        # What nobody draws from need not be made; a GPU would have to wait to know.
+        token, logprob = likeliest, torch.zeros_like(temperature)
+        plain_logprob = plain.logprob(at(logits, token))
     else:
         greedy = temperature == 0
         scaled = logits / temperature.masked_fill(greedy, 1.0)[:, None]
