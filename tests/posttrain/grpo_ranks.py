@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ def _rank_of_which_one_is_nan(rank: int, world: int, port: int, folder: str) -> 
         one_step(f"{folder}/nan-{rank}", micro=2, accumulation=2)
     except PosttrainError as error:
         Path(folder, f"error-{rank}").write_text(str(error))
-    torch.distributed.destroy_process_group()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(Path(folder, f"error-{other}").exists() for other in range(world)):
+        time.sleep(0.05)
+    os._exit(0)  # gloo may abort a process that ends in the middle of a step
 
 
 def errors_where_one_is_nan(world: int, folder: Path) -> list[str]:
